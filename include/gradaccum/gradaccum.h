@@ -164,7 +164,7 @@ enum {
   GA_OPTIMIZER_LARS = 12,           /* LARS: You et al. 2017, as in timm */
   GA_OPTIMIZER_ADAFACTOR = 13,      /* Adafactor: Shazeer & Stern 2018, as torch.optim.Adafactor */
   GA_OPTIMIZER_MUON = 14,           /* Muon: Jordan et al. 2024, as torch.optim.Muon; matrices
-                                       only; needs oneDNN, or cuBLAS on a device */
+                                       only; needs cuBLAS on a device */
   GA_OPTIMIZER_ADOPT = 15,          /* ADOPT: Taniguchi et al. 2024, algorithm 2; step 1 moves
                                        nothing */
   GA_OPTIMIZER_ADEMAMIX = 16,       /* AdEMAMix: Pagliardini et al. 2024: ADAMW and a slow moving
@@ -262,8 +262,8 @@ typedef int32_t ga_group;
 typedef int32_t ga_param;
 
 /* Adds a group: parameters that share an optimizer. Legal while the window is empty. out: may be
-   NULL. GA_ERROR_UNSUPPORTED: no such flavor, MUON without oneDNN or cuBLAS, or an ns_precision that
-   the device has no products of. */
+   NULL. GA_ERROR_UNSUPPORTED: no such flavor, MUON on a device without cuBLAS, or an ns_precision
+   that the device has no products of. */
 GA_API ga_status ga_group_add(ga_context* ctx, const ga_optimizer* optimizer, ga_group* out);
 
 /* ---- Parameters ------------------------------------------------------------------------------ */
@@ -701,9 +701,10 @@ enum {
    is dy^T x:
      ga_accumulate_matmul(ctx, W, batch, dy, out, GA_TRANSPOSE, x, in, GA_NO_TRANSPOSE, GA_F32)
    Sums are in f32, in the order of the GEMM library, which depends on threads and processor:
-   oneDNN, or cuBLAS on a device. GA_ERROR_UNSUPPORTED: libgradaccum_onednn.so, oneDNN or cuBLAS
-   could not be loaded, or the program has loaded another major version of oneDNN; everything else
-   keeps working. GA_ERROR_FAULT: the GEMM library failed half-way. */
+   oneDNN, or cuBLAS on a device. Where there is no libgradaccum_onednn.so, products are the
+   library's own, whose sums do not depend on threads. GA_ERROR_UNSUPPORTED: oneDNN, for which
+   there is that file, or cuBLAS could not be loaded, or the program has loaded another major
+   version of oneDNN; everything else keeps working. GA_ERROR_FAULT: the GEMM library failed half-way. */
 GA_API ga_status ga_accumulate_matmul(ga_context* ctx, ga_param param, int64_t k, const void* a,
                                       int64_t lda, ga_transpose transpose_a, const void* b,
                                       int64_t ldb, ga_transpose transpose_b, ga_dtype dtype);

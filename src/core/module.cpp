@@ -7,8 +7,10 @@
 #include "core/os/system.hpp"
 
 namespace ga {
+namespace {
 
-const void* open_module(const char* name, int32_t abi) {
+// needed: a file that is not there is an error.
+const void* open_table(const char* name, int32_t abi, bool needed) {
   const std::string file = os::library_file((std::string("gradaccum_") + name).c_str());
   std::string path, places;
   if (const char* folder = os::trusted_variable("GA_MODULE_PATH"); folder && *folder) {
@@ -32,6 +34,7 @@ const void* open_module(const char* name, int32_t abi) {
     fail(GA_ERROR_UNSUPPORTED, "module %s %s (looked %s): %s", file.c_str(), problem,
          places.c_str(), text ? text : "the loader gave no reason");
   };
+  if (!handle && !needed && !os::file_exists(path.c_str())) return nullptr;
   if (!handle) refuse("could not be loaded");
   const std::string symbol = std::string("ga_module_") + name;
   const auto entry = reinterpret_cast<ModuleEntry>(os::find_symbol(handle, symbol.c_str()));
@@ -47,5 +50,11 @@ const void* open_module(const char* name, int32_t abi) {
          file.c_str(), places.c_str(), its_abi, abi);
   return table;
 }
+
+}  // namespace
+
+const void* open_module(const char* name, int32_t abi) { return open_table(name, abi, true); }
+
+const void* find_module(const char* name, int32_t abi) { return open_table(name, abi, false); }
 
 }  // namespace ga

@@ -17,7 +17,7 @@
 #include <thread>
 #include <vector>
 
-#include "backend/cpu/matmul_module.h"
+#include "backend/cpu/kernels.hpp"
 #include "core/error.hpp"
 #include "core/module.hpp"
 #include "formats.hpp"
@@ -95,9 +95,10 @@ Sum dot(const Factor& a, const Factor& b, int64_t k, int64_t i, int64_t j, doubl
 
 // ---- The module itself --------------------------------------------------------------------------
 
-class OneDnn : public testing::Test {
+// A table of products.
+class Table : public testing::Test {
  protected:
-  void SetUp() override {
+  void open_onednn() {
 #ifdef GA_TEST_MODULE_PATH
     setenv("GA_MODULE_PATH", GA_TEST_MODULE_PATH, 0);
     module_ = static_cast<const ga_matmul_module*>(open_module("onednn", GA_MATMUL_ABI));
@@ -143,6 +144,30 @@ class OneDnn : public testing::Test {
   const ga_matmul_module* module_ = nullptr;
 };
 
+class OneDnn : public Table {
+ protected:
+  void SetUp() override { open_onednn(); }
+};
+
+// oneDNN's, or the library's own of an ISA level.
+class Products : public Table, public testing::WithParamInterface<const char*> {
+ protected:
+  void SetUp() override {
+    if (GetParam() == std::string("oneDNN")) return open_onednn();
+    const Isa isa(GetParam());
+    if (!Isa::available()) GTEST_SKIP() << "this processor has no " << GetParam();
+    module_ = &cpu::choose_isa().products();
+  }
+};
+
+std::vector<const char*> tables() {
+  std::vector<const char*> result(std::begin(kIsaLevels), std::end(kIsaLevels));
+  result.push_back("oneDNN");
+  return result;
+}
+INSTANTIATE_TEST_SUITE_P(By, Products, testing::ValuesIn(tables()),
+                         [](const auto& tested) { return identifier(tested.param); });
+
 TEST_F(OneDnn, NamesItsVersion) {
   int major = 0, minor = -1, patch = -1;
   ASSERT_EQ(sscanf(module_->version, "oneDNN %d.%d.%d", &major, &minor, &patch), 3)
@@ -153,7 +178,7 @@ TEST_F(OneDnn, NamesItsVersion) {
 TEST_F(OneDnn, IsOpenedOnce) { EXPECT_EQ(open_module("onednn", GA_MATMUL_ABI), module_); }
 
 // Dimensions at and next to the steps of the kernels, in random triples.
-TEST_F(OneDnn, MatchesFloat64) {
+TEST_P(Products, MatchesFloat64) {
   const int64_t extents[] = {1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 47, 48, 49, 64, 65, 96, 97, 130};
   const float alphas[] = {1, -1, 0.37f, -0x1p-16f, 65536, 1.0f / 3};
   Random random(1);
@@ -169,7 +194,7 @@ TEST_F(OneDnn, MatchesFloat64) {
 }
 
 // Weight gradients of small and large micro-batches, larger than the blocks of the kernels.
-TEST_F(OneDnn, MatchesFloat64OnLayers) {
+TEST_P(Products, MatchesFloat64OnLayers) {
   const int64_t shapes[][3] = {{512, 784, 4},  {10, 512, 64},   {256, 128, 64},  {64, 64, 3000},
                                {1, 700, 129},  {700, 1, 129},   {1, 1, 5000},    {3, 500, 1},
                                {385, 37, 700}, {129, 257, 400}, {37, 1025, 513}, {1025, 33, 65}};
@@ -224,7 +249,7 @@ TEST_F(OneDnn, ProductsOfBf16MatchFloat64) {
     }
 }
 
-TEST_F(OneDnn, EmptyProducts) {
+TEST_P(Products, EmptyProducts) {
   Matrix c(3, 5, 7, 1);
   Matrix before = c;
   for (const float beta : {0.0f, 1.0f}) {
@@ -242,14 +267,14 @@ TEST_F(OneDnn, EmptyProducts) {
   EXPECT_TRUE(same_bits(c.all(), before.all()));
 }
 
-TEST_F(OneDnn, SaysWhatItRefuses) {
+TEST_P(Products, SaysWhatItRefuses) {
   float x[4] = {};
   EXPECT_NE(module_->multiply(2, 2, 2, 1, x, 1, 0, x, 2, 0, 0, x, 2), nullptr);  // lda < k
   EXPECT_NE(module_->multiply(-1, 2, 2, 1, x, 2, 0, x, 2, 0, 0, x, 2), nullptr);
 }
 
 // A non-finite element affects its row or column only.
-TEST_F(OneDnn, NonfiniteSpreadsAsInArithmetic) {
+TEST_P(Products, NonfiniteSpreadsAsInArithmetic) {
   for (const bool transposed : {false, true}) {
     Factor a(50, 33, transposed, 0, 1), b(33, 70, transposed, 0, 2);
     (transposed ? a.stored.at(5, 20) : a.stored.at(20, 5)) = kNan;
@@ -271,7 +296,7 @@ TEST_F(OneDnn, NonfiniteSpreadsAsInArithmetic) {
 }
 
 // Offsets of rows beyond 32 bits, in bytes and in elements.
-TEST_F(OneDnn, CountsIn64Bits) {
+TEST_P(Products, CountsIn64Bits) {
   const int64_t ld = (int64_t{1} << 30) + 5, rows = 3, columns = 20;
   const size_t bytes = static_cast<size_t>(rows * ld) * sizeof(float);
   void* map = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
@@ -296,7 +321,7 @@ TEST_F(OneDnn, CountsIn64Bits) {
 }
 
 // Every shape is new, so anything kept for each shape would accumulate.
-TEST_F(OneDnn, KeepsNothing) {
+TEST_P(Products, KeepsNothing) {
 #if defined(GA_ASAN) || defined(__SANITIZE_ADDRESS__)
   GTEST_SKIP() << "the sanitizer's allocator does not count";
 #else
@@ -319,6 +344,37 @@ TEST_F(OneDnn, KeepsNothing) {
   ASSERT_TRUE(some());
   EXPECT_LE(held(), before + 4096);
 #endif
+}
+
+// The library's own have the same bits at every level, and however a product is cut.
+TEST(OwnProducts, SameBits) {
+  Random random(5);
+  for (int round = 0; round < 60; ++round) {
+    const int64_t m = 1 + random.below(150), n = 1 + random.below(600), k = 1 + random.below(600);
+    const Factor a(m, k, round & 1, 3, 1), b(k, n, round & 2, 0, 2);
+    const float beta = round & 4 ? 1.0f : 0.0f;
+    const Matrix before(m, n, n, 3);
+    const auto run = [&](const ga_matmul_module& table, int64_t row, int64_t rows, Matrix& c) {
+      const float* const from = a.stored.data() + row * (a.transposed ? 1 : a.stored.ld());
+      EXPECT_EQ(table.multiply(rows, n, k, 0.3f, from, a.stored.ld(), a.transposed, b.stored.data(),
+                               b.stored.ld(), b.transposed, beta, c.data() + row * n, n),
+                nullptr);
+    };
+    Matrix expected = before;
+    {
+      const Isa isa("scalar");
+      run(cpu::choose_isa().products(), 0, m, expected);
+    }
+    for (const char* level : kIsaLevels) {
+      const Isa isa(level);
+      if (!Isa::available()) continue;
+      Matrix c = before;
+      const int64_t cut = random.below(m);
+      run(cpu::choose_isa().products(), 0, cut, c);
+      run(cpu::choose_isa().products(), cut, m - cut, c);
+      ASSERT_TRUE(same_bits(c.all(), expected.all())) << level << " " << m << " " << n << " " << k;
+    }
+  }
 }
 
 // A product uses the calling thread and restores the program's number of OpenMP threads.
@@ -468,7 +524,10 @@ class Layer {
   std::vector<Sum> sums_;
 };
 
-class AccumulateMatmul : public OneDnn {};
+class AccumulateMatmul : public testing::Test {
+ protected:
+  void SetUp() override { has_onednn(); }  // whose products are used if it is there
+};
 
 ga_config with_threads(int32_t threads) {
   ga_config c = config();
@@ -663,7 +722,7 @@ TEST_F(AccumulateMatmul, ContextsInSeveralThreads) {
 
 // Products of small integers, which no format rounds.
 TEST(AccumulateMatmulOf, SixteenBits) {
-  if (!has_onednn()) GTEST_SKIP() << "this build has no oneDNN";
+  has_onednn();  // whose products are used if it is there
   const int64_t m = 5, k = 7, n = 3;
   for (const int32_t dtype : {GA_F16, GA_BF16}) {
     for (const int32_t turned : {GA_NO_TRANSPOSE, GA_TRANSPOSE}) {

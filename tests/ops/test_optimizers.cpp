@@ -560,7 +560,7 @@ TEST(Radam, AdaptsFromTheSixthStepOn) {
 class Muon : public testing::TestWithParam<size_t> {
  protected:
   void SetUp() override {
-    if (!has_onednn()) GTEST_SKIP() << "this build has no oneDNN";
+    has_onednn();  // whose products are used if it is there
   }
   const ga_optimizer optimizer_ = matrix_optimizers()[GetParam()].optimizer;
 };
@@ -678,7 +678,7 @@ TEST_P(Muon, TakesMatricesOfFloat32) {
   EXPECT_EQ(ctx.param(group, "name", p, {2, 4}), 0);
 }
 
-// One of the calls from ga_group_add to ga_step must report the missing module and change nothing.
+// Without its module, the library multiplies by itself.
 void step_without_module() {
   setenv("GA_MODULE_PATH", "/nonexistent", 1);
   ga_context* ctx = nullptr;
@@ -703,8 +703,7 @@ void step_without_module() {
 
 TEST(MuonDeathTest, WithoutItsModule) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");  // the child has not opened the module
-  EXPECT_EXIT(step_without_module(), testing::ExitedWithCode(0),
-              "GA_ERROR_UNSUPPORTED: .*onednn.*; p is 1$");
+  EXPECT_EXIT(step_without_module(), testing::ExitedWithCode(0), "GA_OK: ; p is 0\\.99");
 }
 
 // ---- State of 16 bits ---------------------------------------------------------------------------
@@ -1050,7 +1049,7 @@ TEST(Groups, MaxGradNormIsLambsAlone) {
 
 // Muon copies matrices in smaller pieces than the passes use.
 TEST(Muon, OnTheProgramsThreads) {
-  if (!has_onednn()) GTEST_SKIP() << "there is no matrix module";
+  has_onednn();  // whose products are used if it is there
   Block results[2];
   for (const bool own : {false, true}) {
     ga_config c = config();

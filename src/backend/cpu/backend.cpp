@@ -308,6 +308,7 @@ class CpuBackend final : public Backend, public HostWork {
         eager_(config.eager != 0),
         kernels_(isa.kernels()),
         threads_(config),
+        matmul_(threads_, isa.products()),
         cache_(last_level_cache()),
         batchnorm_(threads_, isa.batchnorm(), cache_) {}
 
@@ -492,7 +493,7 @@ class CpuBackend final : public Backend, public HostWork {
   Threads threads_;
   Lists lists_{threads_, eager_};
   Rows rows_{kernels_, threads_, lists_};
-  MatmulEngine matmul_{threads_};
+  MatmulEngine matmul_;
   int64_t cache_;
   BatchNorm batchnorm_;
   bool stream_ = false;

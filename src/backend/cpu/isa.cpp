@@ -19,6 +19,7 @@ namespace ga::cpu {
 
 const Kernels& kernels_scalar();
 const BnKernels& batchnorm_kernels_scalar();
+const ga_matmul_module& products_scalar();
 #if defined(__x86_64__)
 const Kernels& kernels_x86_64_v2();
 const Kernels& kernels_x86_64_v3();
@@ -26,9 +27,13 @@ const Kernels& kernels_x86_64_v4();
 const BnKernels& batchnorm_kernels_x86_64_v2();
 const BnKernels& batchnorm_kernels_x86_64_v3();
 const BnKernels& batchnorm_kernels_x86_64_v4();
+const ga_matmul_module& products_x86_64_v2();
+const ga_matmul_module& products_x86_64_v3();
+const ga_matmul_module& products_x86_64_v4();
 #elif defined(__aarch64__)
 const Kernels& kernels_neon();
 const BnKernels& batchnorm_kernels_neon();
+const ga_matmul_module& products_neon();
 #endif
 
 namespace {
@@ -76,19 +81,22 @@ bool has_v4() {
          has(saved_registers(), {5, 6, 7});
 }
 
-constexpr Isa levels[] = {{"scalar", always, kernels_scalar, batchnorm_kernels_scalar},
-                          {"x86-64-v2", has_v2, kernels_x86_64_v2, batchnorm_kernels_x86_64_v2},
-                          {"x86-64-v3", has_v3, kernels_x86_64_v3, batchnorm_kernels_x86_64_v3},
-                          {"x86-64-v4", has_v4, kernels_x86_64_v4, batchnorm_kernels_x86_64_v4}};
+constexpr Isa levels[] = {
+    {"scalar", always, kernels_scalar, batchnorm_kernels_scalar, products_scalar},
+    {"x86-64-v2", has_v2, kernels_x86_64_v2, batchnorm_kernels_x86_64_v2, products_x86_64_v2},
+    {"x86-64-v3", has_v3, kernels_x86_64_v3, batchnorm_kernels_x86_64_v3, products_x86_64_v3},
+    {"x86-64-v4", has_v4, kernels_x86_64_v4, batchnorm_kernels_x86_64_v4, products_x86_64_v4}};
 
 #elif defined(__aarch64__)
 
-constexpr Isa levels[] = {{"scalar", always, kernels_scalar, batchnorm_kernels_scalar},
-                          {"neon", always, kernels_neon, batchnorm_kernels_neon}};
+constexpr Isa levels[] = {
+    {"scalar", always, kernels_scalar, batchnorm_kernels_scalar, products_scalar},
+    {"neon", always, kernels_neon, batchnorm_kernels_neon, products_neon}};
 
 #else
 
-constexpr Isa levels[] = {{"scalar", always, kernels_scalar, batchnorm_kernels_scalar}};
+constexpr Isa levels[] = {
+    {"scalar", always, kernels_scalar, batchnorm_kernels_scalar, products_scalar}};
 
 #endif
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "backend/cpu/batchnorm_kernels.hpp"
+#include "backend/cpu/matmul_module.h"
 #include "backend/tasks.hpp"
 
 namespace ga::cpu {
@@ -27,6 +28,7 @@ struct Isa {
   bool (*supported)();
   const Kernels& (*kernels)();
   const BnKernels& (*batchnorm)();
+  const ga_matmul_module& (*products)();  // of f32, see product.cpp
 };
 
 // The level that GA_CPU_ISA names, else the best one of this processor. Throws Error.

@@ -118,8 +118,9 @@ struct DirectJob : Job {
   }
 };
 
-const ga_matmul_module* open_onednn() {
-  return static_cast<const ga_matmul_module*>(open_module("onednn", GA_MATMUL_ABI));
+// NULL if the module is not there.
+const ga_matmul_module* find_onednn() {
+  return static_cast<const ga_matmul_module*>(find_module("onednn", GA_MATMUL_ABI));
 }
 
 }  // namespace
@@ -129,11 +130,17 @@ void MatmulEngine::open(int64_t converted, ga_precision precision) {
     threads_.reserve(threads_.count());
     cache_ = os::second_level_cache();
     scratch_.resize(static_cast<size_t>(threads_.count() * kScratch));
-    module_ = open_onednn();
+    const ga_matmul_module* const onednn = find_onednn();
+    module_ = onednn ? onednn : &own_;
   }
   if (precision == GA_PRECISION_TF32)
     fail(GA_ERROR_UNSUPPORTED,
          "ns_precision was GA_PRECISION_TF32, but there are no products of TF32 on the CPU");
+  if (precision == GA_PRECISION_BF16 && module_ == &own_)
+    fail(GA_ERROR_UNSUPPORTED,
+         "ns_precision was GA_PRECISION_BF16, whose products on the CPU are oneDNN's, but there is "
+         "no %s",
+         os::library_file("gradaccum_onednn").c_str());
   if (precision == GA_PRECISION_BF16 && !module_->multiply_bf16)
     fail(GA_ERROR_UNSUPPORTED,
          "ns_precision was GA_PRECISION_BF16, but %s has no fast products of bf16 on this "
@@ -268,8 +275,9 @@ namespace ga {
 int32_t onednn_version() {
   int major = 0, minor = 0, patch = 0;
   try {
-    std::sscanf(cpu::open_onednn()->version, "oneDNN %d.%d.%d", &major, &minor, &patch);
-  } catch (const Error&) {  // not there
+    if (const ga_matmul_module* const onednn = cpu::find_onednn())
+      std::sscanf(onednn->version, "oneDNN %d.%d.%d", &major, &minor, &patch);
+  } catch (const Error&) {  // of no use
   }
   return 10000 * major + 100 * minor + patch;
 }

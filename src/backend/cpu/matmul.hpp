@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The matrix engine of a context: oneDNN, in a side module that is opened before the first product.
+// The matrix engine of a context: oneDNN, in a side module that is opened before the first product, or products of the
+// library's own where that module is not.
 #pragma once
 
 #include <vector>
@@ -13,7 +14,7 @@ namespace ga::cpu {
 
 class MatmulEngine {
  public:
-  explicit MatmulEngine(Threads& threads) : threads_(threads) {}
+  MatmulEngine(Threads& threads, const ga_matmul_module& own) : threads_(threads), own_(own) {}
 
   // Opens the module if that has not been done, and makes room for so many elements of matrices
   // that are not f32. See Backend::prepare_matmul().
@@ -36,6 +37,7 @@ class MatmulEngine {
   void check_product(const MatmulTask& task, const char* error) const;
 
   Threads& threads_;
+  const ga_matmul_module& own_;
   const ga_matmul_module* module_ = nullptr;
   std::vector<float> scratch_;    // a band for each thread
   std::vector<float> converted_;  // matrices

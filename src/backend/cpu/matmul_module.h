@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * What libgradaccum_onednn.so offers the core: matrix products on the CPU. Plain C: the two may be
- * built by different compilers. */
+ * built by different compilers. product.cpp has a table of the same kind. */
 #ifndef GA_BACKEND_CPU_MATMUL_MODULE_H_
 #define GA_BACKEND_CPU_MATMUL_MODULE_H_
 
@@ -11,7 +11,7 @@
 
 typedef struct ga_matmul_module {
   int32_t abi;         /* GA_MATMUL_ABI */
-  const char* version; /* of the oneDNN that is loaded: "oneDNN 2.6.3" */
+  const char* version; /* "oneDNN 2.6.3": the one that is loaded */
 
   /* c [m x n] <- alpha op(a) op(b) + beta c, f32 and row-major, on the calling thread alone; may be
      called from several threads at once. op(a) is m x k and op(b) k x n; lda, ldb, ldc: elements
