@@ -9,31 +9,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
-#include <utility>
 
-struct stat;
+#include "core/os/files.hpp"
 
 namespace ga {
 
 // A path for a message: its end, which says more than its beginning, if it is long.
 std::string shown(const std::string& path);
-
-// Owns a file descriptor. Closing it keeps errno.
-class Descriptor {
- public:
-  explicit Descriptor(int fd = -1) noexcept : fd_(fd) {}
-  ~Descriptor() { reset(); }
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-
-  int get() const noexcept { return fd_; }
-  explicit operator bool() const noexcept { return fd_ >= 0; }
-  void reset(int fd = -1) noexcept;
-  int release() noexcept { return std::exchange(fd_, -1); }
-
- private:
-  int fd_;
-};
 
 // Replaces a file as a whole. Until commit() has renamed the new file to the path, and whatever
 // happens before, a power failure included, the path holds what it held; when commit() has
@@ -73,21 +55,20 @@ class FileWriter {
  private:
   FileWriter() = default;
 
-  bool find_target(struct stat* target);
+  os::Entry find_target();
   void remove_abandoned() const noexcept;
   void create_temporary(bool is_private);
-  void copy_permissions(const struct stat& target);
   void require_open() const;
   void require_allowed(int64_t end);
   void discard() noexcept;
   [[noreturn]] void give_up(const char* what, int error);
 
   std::string path_;       // as the caller wrote it, for messages
-  Descriptor folder_;      // of the target
+  os::Folder folder_;      // of the target
   std::string name_;       // of the target in the folder
   std::string prefix_;     // of the temporary names of all writers of the target
   std::string temporary_;  // the name of this writer's, which exists while file_ is open
-  Descriptor file_;
+  os::Handle file_;
 };
 
 // Reads a regular file. Another process may replace the file meanwhile: the reader keeps the old
@@ -104,7 +85,7 @@ class FileReader {
 
  private:
   std::string path_;
-  Descriptor file_;
+  os::Handle file_;
   int64_t size_ = 0;
 };
 

@@ -2,9 +2,6 @@
 //
 // State on disk: a run that is stopped anywhere goes on with the same bits, and a file that does not fit,
 // or is damaged, changes nothing.
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include <atomic>
 #include <fstream>
 #include <functional>
@@ -1474,7 +1471,8 @@ TEST(Files, ASaveReplacesAFileAndALoadReadsIt) {
 
 // Two threads make contexts, train, save to one path and load from it, at the same time.
 TEST(Threads, SaveToOnePathAndLoadFromIt) {
-  const std::string path = testing::TempDir() + std::to_string(getpid()) + ".safetensors";
+  const Folder folder;
+  const std::string path = folder / "x.safetensors";
   Plan plan;
   plan.ema.emplace();
   EXPECT_OK(ga_ema_init(&*plan.ema, sizeof *plan.ema));

@@ -8,7 +8,7 @@
 
 #include "child.hpp"
 #include "faults.hpp"
-#include "files.hpp"
+#include "posix_files.hpp"
 #include "small_run.hpp"
 
 namespace ga::test {

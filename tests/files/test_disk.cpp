@@ -15,7 +15,7 @@
 
 #include "child.hpp"
 #include "faults.hpp"
-#include "files.hpp"
+#include "posix_files.hpp"
 
 namespace ga::test {
 namespace {
@@ -303,8 +303,10 @@ TEST(Disk, WhatIsNotAFile) {
   address.sun_family = AF_UNIX;
   ASSERT_LT((folder / "socket").size(), sizeof address.sun_path);
   strcpy(address.sun_path, (folder / "socket").c_str());
-  const Descriptor listening(socket(AF_UNIX, SOCK_STREAM, 0));
-  ASSERT_EQ(bind(listening.get(), reinterpret_cast<sockaddr*>(&address), sizeof address), 0);
+  const os::Handle listening(socket(AF_UNIX, SOCK_STREAM, 0));
+  ASSERT_EQ(bind(static_cast<int>(listening.get()), reinterpret_cast<sockaddr*>(&address),
+                 sizeof address),
+            0);
   fs::create_symlink("fifo", folder / "link");
   // Not those of /dev, which a defect would replace, if the user may.
   std::string device = "/dev/null";

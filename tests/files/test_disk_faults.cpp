@@ -7,7 +7,7 @@
 
 #include "child.hpp"
 #include "faults.hpp"
-#include "files.hpp"
+#include "posix_files.hpp"
 #include "power_loss.hpp"
 
 namespace ga::test {

@@ -17,7 +17,7 @@
 #include <optional>
 #include <set>
 
-#include "files.hpp"
+#include "posix_files.hpp"
 #include "ranks.hpp"
 #include "small_run.hpp"
 #include "state_parts.hpp"

@@ -1,14 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Linux, by glibc or musl, and macOS.
 #include <dlfcn.h>
-#include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstdlib>
 #include <new>
 #include <system_error>
@@ -187,36 +185,6 @@ void* open_library(const char* path) { return dlopen(path, RTLD_NOW | RTLD_LOCAL
 void* find_symbol(void* library, const char* name) { return dlsym(library, name); }
 
 const char* library_error() { return dlerror(); }
-
-// ---- Open files ---------------------------------------------------------------------------------
-
-namespace {
-
-// Calls again what a signal has interrupted.
-template <class Call>
-int error_of(Call&& call) {
-  while (call() != 0)
-    if (errno != EINTR) return errno;
-  return 0;
-}
-
-}  // namespace
-
-int reserve_room(int file, int64_t bytes) {
-#ifdef __linux__
-  return error_of([&] { return fallocate(file, FALLOC_FL_KEEP_SIZE, 0, bytes); });
-#else
-  fstore_t room = {F_ALLOCATEALL, F_PEOFPOSMODE, 0, bytes, 0};
-  return error_of([&] { return fcntl(file, F_PREALLOCATE, &room) == -1 ? -1 : 0; });
-#endif
-}
-
-int synchronize(int file) {
-#ifdef F_FULLFSYNC  // fsync() of macOS leaves data in the cache of the disk; some file systems have no more
-  if (fcntl(file, F_FULLFSYNC) == 0) return 0;
-#endif
-  return error_of([&] { return fsync(file); });
-}
 
 // ---- Threads ------------------------------------------------------------------------------------
 

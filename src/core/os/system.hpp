@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the library asks of the operating system. Only this folder knows which system that is.
+// What the library asks of the operating system, beside files (files.hpp). Only this folder knows which system that is.
 #pragma once
 
 #include <cstddef>
@@ -44,15 +44,6 @@ void* open_library(const char* path);
 void* find_symbol(void* library, const char* name);
 // Why the last of these two failed; NULL if the system gives no reason.
 const char* library_error();
-
-// ---- Open files ---------------------------------------------------------------------------------
-
-// Both functions return 0, or the number of an error as errno has it.
-
-// Finds room for that many bytes on the disk; the size of the file stays.
-int reserve_room(int file, int64_t bytes);
-// Has everything that was written to a file, or the names in a folder, reach the disk.
-int synchronize(int file);
 
 // ---- Threads ------------------------------------------------------------------------------------
 
