@@ -7,9 +7,14 @@ if(PROJECT_IS_TOP_LEVEL AND NOT DEFINED CMAKE_INSTALL_MESSAGE)
 endif()
 
 install(TARGETS gradaccum gradaccum_static EXPORT gradaccumTargets
-        LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}" ARCHIVE DESTINATION "${CMAKE_INSTALL_LIBDIR}")
-if(modules)
-  install(TARGETS ${modules} LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}")
+        LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}" ARCHIVE DESTINATION "${CMAKE_INSTALL_LIBDIR}"
+        RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}")
+if(modules)  # beside the library
+  set(module_dir "${CMAKE_INSTALL_LIBDIR}")
+  if(WIN32)
+    set(module_dir "${CMAKE_INSTALL_BINDIR}")
+  endif()
+  install(TARGETS ${modules} LIBRARY DESTINATION "${module_dir}")
 endif()
 install(DIRECTORY include/gradaccum DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}"
         FILES_MATCHING PATTERN "*.h" PATTERN "*.hpp")
@@ -37,6 +42,10 @@ endforeach()
 list(TRANSFORM static_libraries REPLACE "^([^/].*)" "-l\\1" OUTPUT_VARIABLE pc_libs_private)
 string(REPLACE "LINKER:" "-Wl," pc_stay_loaded "${stay_loaded}")
 list(JOIN pc_libs_private " " pc_libs_private)
+set(pc_cflags_private)
+if(WIN32)  # else the header says that the functions are in a DLL
+  set(pc_cflags_private "Cflags.private: -DGA_STATIC\n")
+endif()
 configure_file(pkgconfig/gradaccum.pc.in gradaccum.pc @ONLY)
 install(FILES "${PROJECT_BINARY_DIR}/gradaccum.pc" DESTINATION "${CMAKE_INSTALL_LIBDIR}/pkgconfig")
 

@@ -13,12 +13,10 @@ macro(ga_zig_target name)
   foreach(language IN ITEMS C CXX)
     set(CMAKE_${language}_COMPILER_AR "${zig}")
     set(CMAKE_${language}_COMPILER_RANLIB "${zig}")
-    set(CMAKE_${language}_ARCHIVE_CREATE "<CMAKE_AR> ar qc <TARGET> <LINK_FLAGS> <OBJECTS>")
-    set(CMAKE_${language}_ARCHIVE_APPEND "<CMAKE_AR> ar q <TARGET> <LINK_FLAGS> <OBJECTS>")
-    set(CMAKE_${language}_ARCHIVE_FINISH "<CMAKE_RANLIB> ranlib <TARGET>")
   endforeach()
   set(CMAKE_AR "${zig}")
   set(CMAKE_RANLIB "${zig}")
+  set(CMAKE_USER_MAKE_RULES_OVERRIDE "${CMAKE_CURRENT_LIST_DIR}/zig_archives.cmake")
 endmacro()
 
 # Libraries and packages of this machine are for another system.
