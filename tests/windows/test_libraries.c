@@ -18,12 +18,12 @@
 typedef struct Library {
   HMODULE module;
 #define FUNCTION(name) __typeof__(&ga_##name) name;
-#define FUNCTIONS                                                                                  \
-  FUNCTION(context_create)                                                                         \
-  FUNCTION(context_destroy)                                                                        \
-  FUNCTION(optimizer_init)                                                                         \
-  FUNCTION(group_add) FUNCTION(param_add) FUNCTION(accumulate) FUNCTION(step) FUNCTION(last_error) \
-      FUNCTION(version)
+#define FUNCTIONS           \
+  FUNCTION(context_create)  \
+  FUNCTION(context_destroy) \
+  FUNCTION(optimizer_init)  \
+  FUNCTION(group_add)       \
+  FUNCTION(param_add) FUNCTION(accumulate) FUNCTION(step) FUNCTION(last_error) FUNCTION(version)
   FUNCTIONS
 #undef FUNCTION
 } Library;

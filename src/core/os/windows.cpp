@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <new>
+#include <system_error>
+#include <thread>
 #include <vector>
 
 #include "core/os/system.hpp"
@@ -63,6 +65,24 @@ int64_t largest_cache(int from, int to) {
 int64_t second_level_cache() { return largest_cache(2, 2); }
 
 int64_t last_level_cache() { return largest_cache(1, 4); }
+
+int usable_processors() {
+  DWORD_PTR process = 0, system = 0;
+  if (!GetProcessAffinityMask(GetCurrentProcess(), &process, &system)) return 1;
+  return std::max(1, __builtin_popcountll(process));
+}
+
+// ---- Threads ------------------------------------------------------------------------------------
+
+bool start_thread(void (*run)(void*), void* data) {
+  try {
+    std::thread(run, data).detach();
+    return true;
+  } catch (const std::system_error&) {
+  } catch (const std::bad_alloc&) {
+  }
+  return false;
+}
 
 // ---- Libraries ----------------------------------------------------------------------------------
 
