@@ -1334,7 +1334,7 @@ GA_API ga_status ga_context_memory(const ga_context* ctx, ga_memory* out);
 /* Needed in bug reports, and to find out what this build on this machine can do. */
 
 #define GA_VERSION_MAJOR 0
-#define GA_VERSION_MINOR 1
+#define GA_VERSION_MINOR 2
 #define GA_VERSION_PATCH 0
 /* Version of this header, to compare with ga_version(). */
 #define GA_VERSION (10000 * GA_VERSION_MAJOR + 100 * GA_VERSION_MINOR + GA_VERSION_PATCH)

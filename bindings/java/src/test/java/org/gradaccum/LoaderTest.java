@@ -223,7 +223,7 @@ class LoaderTest {
     assertEquals(0, compiled.status(), compiled.output());
     contains(
         run(JAR, List.of("-Dgradaccum.native.path=" + folder)),
-        "the library in " + folder + " is libgradaccum 0.9.7, but this package was made for 0.1.0");
+        "the library in " + folder + " is libgradaccum 0.9.7, but this package was made for 0.2.0");
   }
 
   @Test
