@@ -13,16 +13,15 @@ namespace GradAccum {
   /// </summary>
   internal static class Natives {
     internal const string Variable = "GRADACCUM_NATIVE_PATH";
-    private const string File = "libgradaccum_csharp.so";
+    private static readonly bool isMac = RuntimeInformation.IsOSPlatform(OSPlatform.OSX);
+    private static readonly string File = isMac ? "libgradaccum_csharp.dylib" : "libgradaccum_csharp.so";
 
     // The file is opened by its path, and the runtime must then take that one. Mono would search by name
     // again, beginning beside the assembly; so it is given the symbols of the whole process.
 #if NETCOREAPP
     internal const string Import = "gradaccum_csharp";
-    private const int OpenFlags = 0x2;  // RTLD_NOW
 #else
     internal const string Import = "__Internal";
-    private const int OpenFlags = 0x102;  // RTLD_NOW | RTLD_GLOBAL
 #endif
 
     // Null: the library is loaded.
@@ -45,20 +44,19 @@ namespace GradAccum {
       List<string> tried = new List<string>();
       IntPtr library = IntPtr.Zero;
       try {
-        dlerror();  // binds the function, which would otherwise clear the error that it is to tell
         foreach (string path in Candidates()) {
           if (!System.IO.File.Exists(path)) {
             tried.Add(path + " (no such file)");
             continue;
           }
-          library = dlopen(Terminated(path), OpenFlags);
-          if (library == IntPtr.Zero) return "the native library " + path + " was not loaded: " + Explain(path, Error());
+          string error = Open(path, out library);
+          if (error != null) return "the native library " + path + " was not loaded: " + Explain(path, error);
           break;
         }
         if (library == IntPtr.Zero) {
-          library = dlopen(Terminated(File), OpenFlags);
-          if (library == IntPtr.Zero) {
-            tried.Add("the folders of the system (" + Error() + ")");
+          string error = Open(File, out library);
+          if (error != null) {
+            tried.Add("the folders of the system (" + error + ")");
             return "the native library was not found. Tried: " + string.Join("; ", tried.ToArray()) + ". " + Variable +
                    " names a folder that has it.";
           }
@@ -99,7 +97,8 @@ namespace GradAccum {
     }
 
     private static string Rid() {
-      return RuntimeInformation.ProcessArchitecture == Architecture.Arm64 ? "linux-arm64" : "linux-x64";
+      string architecture = RuntimeInformation.ProcessArchitecture == Architecture.Arm64 ? "arm64" : "x64";
+      return (isMac ? "osx-" : IsMusl() ? "linux-musl-" : "linux-") + architecture;
     }
 
     // What the message of the loader means.
@@ -139,9 +138,10 @@ namespace GradAccum {
       }
     }
 
+    // Whether this process runs on musl: a system may have both C libraries.
     private static bool IsMusl() {
       try {
-        return Directory.GetFiles("/lib", "ld-musl-*").Length > 0;
+        return System.IO.File.ReadAllText("/proc/self/maps").Contains("/ld-musl-");
       } catch (IOException) {
         return false;
       }
@@ -151,13 +151,29 @@ namespace GradAccum {
       return version / 10000 + "." + version / 100 % 100 + "." + version % 100;
     }
 
+    // Null, or why the library was not opened.
+#if NETCOREAPP
+    private static string Open(string path, out IntPtr library) {
+      library = IntPtr.Zero;
+      try {
+        library = NativeLibrary.Load(path);
+        return null;
+      } catch (DllNotFoundException e) {
+        return e.Message;
+      } catch (BadImageFormatException e) {
+        return e.Message;
+      }
+    }
+#else
+    private static string Open(string path, out IntPtr library) {
+      dlerror();  // binds the function, which would otherwise clear the error that it is to tell
+      library = dlopen(Terminated(path), 0x102);  // RTLD_NOW | RTLD_GLOBAL
+      return library == IntPtr.Zero ? Text.Decode(dlerror()) ?? "no reason given" : null;
+    }
+
     // Paths of the system have any bytes; those of .NET are UTF-16.
     private static byte[] Terminated(string path) {
       return System.Text.Encoding.UTF8.GetBytes(path + "\0");
-    }
-
-    private static string Error() {
-      return Text.Decode(dlerror()) ?? "no reason given";
     }
 
     [DllImport("libdl.so.2")]
@@ -165,6 +181,7 @@ namespace GradAccum {
 
     [DllImport("libdl.so.2")]
     private static extern IntPtr dlerror();
+#endif
 
     [DllImport(Import, EntryPoint = "CSharp_GradAccum_ga_version")]
     private static extern int ga_version();

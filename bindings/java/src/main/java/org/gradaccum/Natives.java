@@ -96,8 +96,14 @@ final class Natives {
     return null;
   }
 
+  /** The folder of the jar: linux-x86_64, linux-musl-aarch64, macos-aarch64. */
   private static String platform() {
     String os = System.getProperty("os.name").toLowerCase(Locale.ROOT);
+    if (os.startsWith("mac")) {
+      os = "macos";
+    } else if (isMusl()) {
+      os += "-musl";
+    }
     String architecture = System.getProperty("os.arch");
     return os + "-" + (architecture.equals("amd64") ? "x86_64" : architecture);
   }
@@ -167,10 +173,11 @@ final class Natives {
     return meaning.isEmpty() ? message : message + " (" + meaning + ")";
   }
 
+  /** Whether this process runs on musl: a system may have both C libraries. */
   private static boolean isMusl() {
-    try (DirectoryStream<Path> found =
-        Files.newDirectoryStream(Path.of("/lib"), "ld-musl-*.so.1")) {
-      return found.iterator().hasNext() && !Files.exists(Path.of("/lib64/ld-linux-x86-64.so.2"));
+    try {
+      return Files.readString(Path.of("/proc/self/maps"), StandardCharsets.ISO_8859_1)
+          .contains("/ld-musl-");
     } catch (IOException e) {
       return false;
     }
