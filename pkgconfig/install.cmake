@@ -6,21 +6,25 @@ if(PROJECT_IS_TOP_LEVEL AND NOT DEFINED CMAKE_INSTALL_MESSAGE)
   set(CMAKE_INSTALL_MESSAGE NEVER)
 endif()
 
+# What programs need when they run, and what those who build them need.
+set(runtime COMPONENT gradaccum_runtime)
+set(development COMPONENT gradaccum_development)
 install(TARGETS gradaccum gradaccum_static EXPORT gradaccumTargets
-        LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}" ARCHIVE DESTINATION "${CMAKE_INSTALL_LIBDIR}"
-        RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}")
+        LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}" ${runtime} NAMELINK_COMPONENT gradaccum_development
+        ARCHIVE DESTINATION "${CMAKE_INSTALL_LIBDIR}" ${development}
+        RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}" ${runtime})
 if(modules)  # beside the library
   set(module_dir "${CMAKE_INSTALL_LIBDIR}")
   if(WIN32)
     set(module_dir "${CMAKE_INSTALL_BINDIR}")
   endif()
-  install(TARGETS ${modules} LIBRARY DESTINATION "${module_dir}")
+  install(TARGETS ${modules} LIBRARY DESTINATION "${module_dir}" ${runtime})
 endif()
-install(DIRECTORY include/gradaccum DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}"
+install(DIRECTORY include/gradaccum DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}" ${development}
         FILES_MATCHING PATTERN "*.h" PATTERN "*.hpp")
 
 set(package_dir "${CMAKE_INSTALL_LIBDIR}/cmake/gradaccum")
-install(EXPORT gradaccumTargets NAMESPACE gradaccum:: DESTINATION "${package_dir}")
+install(EXPORT gradaccumTargets NAMESPACE gradaccum:: DESTINATION "${package_dir}" ${development})
 configure_package_config_file(pkgconfig/gradaccumConfig.cmake.in gradaccumConfig.cmake
                               INSTALL_DESTINATION "${package_dir}")
 set(compatibility SameMajorVersion)
@@ -29,7 +33,7 @@ if(PROJECT_VERSION_MAJOR EQUAL 0)  # a minor release may still change the ABI
 endif()
 write_basic_package_version_file(gradaccumConfigVersion.cmake COMPATIBILITY ${compatibility})
 install(FILES "${PROJECT_BINARY_DIR}/gradaccumConfig.cmake"
-              "${PROJECT_BINARY_DIR}/gradaccumConfigVersion.cmake" DESTINATION "${package_dir}")
+              "${PROJECT_BINARY_DIR}/gradaccumConfigVersion.cmake" DESTINATION "${package_dir}" ${development})
 
 # Paths in the .pc file are relative to the file, so that an installed tree can be moved.
 set(pc_dir "${CMAKE_INSTALL_FULL_LIBDIR}/pkgconfig")
@@ -47,7 +51,7 @@ if(WIN32)  # else the header says that the functions are in a DLL
   set(pc_cflags_private "Cflags.private: -DGA_STATIC\n")
 endif()
 configure_file(pkgconfig/gradaccum.pc.in gradaccum.pc @ONLY)
-install(FILES "${PROJECT_BINARY_DIR}/gradaccum.pc" DESTINATION "${CMAKE_INSTALL_LIBDIR}/pkgconfig")
+install(FILES "${PROJECT_BINARY_DIR}/gradaccum.pc" DESTINATION "${CMAKE_INSTALL_LIBDIR}/pkgconfig" ${development})
 
 if(PROJECT_IS_TOP_LEVEL)
   install(CODE "message(STATUS \"Installed gradaccum ${PROJECT_VERSION} to \$ENV{DESTDIR}\${CMAKE_INSTALL_PREFIX}; \"

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The systems that packages are made for. One that is added here has a toolchain file of its name in systems/."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class System:
+    name: str
+    wheel: str  # platform tags, with dots between them
+    java: str  # the folder of its natives in the jar
+    dotnet: str  # its runtime identifier
+    has_static: bool = True  # an archive that brings its C++ runtime can be made
+
+    @property
+    def is_mac(self) -> bool:
+        return self.name.startswith("macos")
+
+    @property
+    def library(self) -> str:
+        """The file that programs load: the name within the library itself."""
+        return "libgradaccum.0.dylib" if self.is_mac else "libgradaccum.so.0"
+
+    def shim(self, language: str) -> str:
+        return f"libgradaccum_{language}" + (".dylib" if self.is_mac else ".so")
+
+
+SYSTEMS = {
+    system.name: system
+    for system in (
+        System("linux-x86_64", "manylinux2014_x86_64.manylinux_2_17_x86_64", "linux-x86_64", "linux-x64"),
+        System("linux-aarch64", "manylinux2014_aarch64.manylinux_2_17_aarch64", "linux-aarch64", "linux-arm64"),
+        System("musl-x86_64", "musllinux_1_2_x86_64", "linux-musl-x86_64", "linux-musl-x64"),
+        System("musl-aarch64", "musllinux_1_2_aarch64", "linux-musl-aarch64", "linux-musl-arm64"),
+        System("macos-arm64", "macosx_13_0_arm64", "macos-aarch64", "osx-arm64", has_static=False),
+        System("macos-x86_64", "macosx_13_0_x86_64", "macos-x86_64", "osx-x64", has_static=False),
+    )
+}
