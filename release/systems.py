@@ -34,7 +34,7 @@ SYSTEMS = {
         System("linux-aarch64", "manylinux2014_aarch64.manylinux_2_17_aarch64", "linux-aarch64", "linux-arm64"),
         System("musl-x86_64", "musllinux_1_2_x86_64", "linux-musl-x86_64", "linux-musl-x64"),
         System("musl-aarch64", "musllinux_1_2_aarch64", "linux-musl-aarch64", "linux-musl-arm64"),
-        System("macos-arm64", "macosx_13_0_arm64", "macos-aarch64", "osx-arm64", has_static=False),
-        System("macos-x86_64", "macosx_13_0_x86_64", "macos-x86_64", "osx-x64", has_static=False),
+        System("macos-arm64", "macosx_11_0_arm64", "macos-aarch64", "osx-arm64", has_static=False),
+        System("macos-x86_64", "macosx_11_0_x86_64", "macos-x86_64", "osx-x64", has_static=False),
     )
 }

@@ -2,4 +2,4 @@
 include("${CMAKE_CURRENT_LIST_DIR}/zig.cmake")
 set(CMAKE_SYSTEM_NAME Darwin)
 set(CMAKE_SYSTEM_PROCESSOR arm64)
-ga_zig_target(aarch64-macos)
+ga_zig_target(aarch64-macos.11.0)
