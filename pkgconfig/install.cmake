@@ -9,7 +9,11 @@ endif()
 # What programs need when they run, and what those who build them need.
 set(runtime COMPONENT gradaccum_runtime)
 set(development COMPONENT gradaccum_development)
-install(TARGETS gradaccum gradaccum_static EXPORT gradaccumTargets
+set(libraries gradaccum)
+if(GA_INSTALL_STATIC)
+  list(APPEND libraries gradaccum_static)
+endif()
+install(TARGETS ${libraries} EXPORT gradaccumTargets
         LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}" ${runtime} NAMELINK_COMPONENT gradaccum_development
         ARCHIVE DESTINATION "${CMAKE_INSTALL_LIBDIR}" ${development}
         RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}" ${runtime})
