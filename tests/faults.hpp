@@ -212,7 +212,11 @@ GA_WRAP(int, fchmod, int fd, mode_t mode) {
   return __real_fchmod(fd, mode);
 }
 
+#ifdef __GLIBC__
 GA_WRAP(int, getrlimit, __rlimit_resource_t resource, struct rlimit* out) {
+#else
+GA_WRAP(int, getrlimit, int resource, struct rlimit* out) {
+#endif
   using namespace ga::test;
   if (const int error = SystemCalls::begin(Call::kGetrlimit)) return failed(error);
   return __real_getrlimit(resource, out);
