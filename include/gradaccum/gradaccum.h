@@ -417,7 +417,15 @@ enum {
      brings the second one has returned, else until ga_step or ga_discard. The library reads it there
      in place of copying it: less traffic, the same bits. It never writes to it. The second gradient
      must not overlap the first. */
-  GA_GRADIENTS_LIVE = 1
+  GA_GRADIENTS_LIVE = 1,
+  /* The buffer of a parameter's first gradient in a window is the library's from then on, until
+     ga_step or ga_discard has returned: it becomes the accumulator, so that no other is written, and
+     what is in it afterwards is undefined. The same bits. No other gradient of the window may overlap
+     it. So on the CPU, for gradients of the accumulator's dtype; others, on a device and over ranks,
+     are read as under GA_GRADIENTS_LIVE or before the call returns. GA_ERROR_UNSUPPORTED with
+     GA_NONFINITE_DROP_MICRO, GA_CLIP_WHEN_MICRO, ga_param_options.rows, and 16-bit accumulators of
+     GA_ACCUMULATE_COMPENSATED. */
+  GA_GRADIENTS_LENT = 2
 };
 
 /* Runs task(data, i) for every i in [0, count), each exactly once, and returns when all are done.

@@ -175,7 +175,7 @@ struct AccumulateTask {
   Partial* partials;
   Source source[2];
   int sources;            // 1, or 2, and then target is not read
-  double keep;            // 0: target is not read; or kMaximum, of the Reduction
+  double keep;            // >= 0; 0: target is not read; or kMaximum, of the Reduction
   double noise;           // Partial::noise [+]= noise * sum of squares of the contribution
   const MicroPlan* plan;  // replaces keep, noise and the first source's scale unless NULL
   // A device runs many tasks in one launch, which looks up the scale by parameter. -1: the task gets a launch of its

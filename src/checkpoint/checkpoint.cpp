@@ -147,13 +147,14 @@ void Checkpoint::save(const WriteAt& write, const Ready& ready) {
 }
 
 // Gradients that live in the program's buffers, which only a context that is alone has, are copied into the
-// accumulators. Their norms stay unknown, as they would have been.
+// accumulators. Norms that were unknown stay so.
 void Checkpoint::store_live_gradients() {
   for (size_t i = 0; i < model_.params.size(); ++i) {
     Param& p = model_.params[i];
     if (p.held() != Held::kBorrowed) continue;
+    const bool known = p.window.lent;
     stages_.accumulator.store_borrowed(static_cast<ga_param>(i));
-    p.window.stale = true;
+    p.window.stale = !known;
     writer_.reset();  // which has read other partials
   }
 }

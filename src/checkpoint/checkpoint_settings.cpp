@@ -236,7 +236,7 @@ void Checkpoint::read_settings() {
       {}, params.clip, model_.options, model_.config.seed, model_.config.loss_scale, {}, {}, {}});
   Taken& t = *taken;
   read("clip", t.clip);
-  check_clip(t.clip);
+  check_clip(t.clip, model_.config);
   stages_.layers.check_no_sweeps(t.clip);
   t.options.scaler = {};
   t.options.scaled = read("loss_scaler", t.options.scaler);
@@ -258,7 +258,7 @@ void Checkpoint::read_settings() {
     now.prepare_products(*model_.backend, g.optimizer);
     for (int matrix = 0; matrix < 2; ++matrix) g.op[matrix] = g.info->op(g.optimizer, matrix != 0);
     g.own_clip = read(key + ".clip", g.clip);
-    check_clip(g.clip);
+    check_clip(g.clip, model_.config);
     if (g.own_clip) stages_.layers.check_no_sweeps(g.clip);
     if (read(key + ".schedule", g.schedule)) read_schedule(key, g);
     t.groups.push_back(std::move(g));

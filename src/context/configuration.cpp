@@ -142,7 +142,7 @@ void Configuration::set_group_clip(ga_group id, const ga_clip* clip) {
 // failure nothing has changed. own: whether the group has a clipping of its own; NULL for the
 // context.
 void Configuration::change_clip(const ga_clip* clip, ga_clip& slot, bool* own) {
-  if (clip) check_clip(*clip);
+  if (clip) check_clip(*clip, model_.config);
   model_.speculation->check_not_in_place("a function that sets an option");
   const ga_clip next = clip ? *clip : default_clip();
   stages_.layers.check_no_sweeps(next);

@@ -139,7 +139,8 @@ ga_memory Context::memory() const {
     return preparation_.bytes_of_lists(n) + ContextTables::bytes(groups, n);
   };
   const int64_t planned =  // not resident yet
-      model.arrays.count(m, borrowing) + bytes(0, params) - bytes(0, prepared);
+      model.arrays.count(m, borrowing, model.options.lends()) + bytes(0, params) -
+      bytes(0, prepared);
   m.workspace += bytes(model.params.groups.size(), params);
   for (const Group& g : model.params.groups) m.workspace += g.rates.bytes();
   m.workspace += accumulator.bytes();

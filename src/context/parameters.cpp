@@ -123,7 +123,12 @@ void Parameters::check_options(const NewParam& e, int32_t dtype) const {
         "%s is for matrices, but its rank is %d and its dtype %s; a group with another optimizer "
         "may take it",
         info.name, e.rank, dtype_info(dtype).name);
+  const bool lent = model_.config.gradient_life == GA_GRADIENTS_LENT;
+  if (lent && model_.config.accumulation == GA_ACCUMULATE_COMPENSATED &&
+      (o.accumulator_dtype == GA_F16 || o.accumulator_dtype == GA_BF16))
+    refuse("its accumulator is compensated, but ga_config.gradient_life is GA_GRADIENTS_LENT");
   if (o.rows == GA_ROWS_NONE) return;
+  if (lent) refuse("rows was set, but ga_config.gradient_life is GA_GRADIENTS_LENT");
   if (e.rank < 1) refuse("rows was set, but its rank is 0");
   if (o.accumulator_dtype == GA_F16 || o.accumulator_dtype == GA_BF16)
     refuse("rows was set, but its accumulator has 16 bits");

@@ -184,7 +184,7 @@ bool ParamArrays::gives_on_demand() const {
   return config_.device == GA_DEVICE_CPU && !config_.allocate;
 }
 
-int64_t ParamArrays::count(ga_memory& m, bool borrowing) const {
+int64_t ParamArrays::count(ga_memory& m, bool borrowing, bool lending) const {
   const auto add = [](int64_t& sum, size_t bytes) {
     sum = static_cast<int64_t>(add_capped(static_cast<size_t>(sum), bytes));
   };
@@ -198,7 +198,7 @@ int64_t ParamArrays::count(ga_memory& m, bool borrowing) const {
   for (size_t i = 0; i < params_.size(); ++i) {
     const Param& p = params_[i];
     if (!p.owns && p.frozen) continue;
-    const bool stores = !(borrowing && never_stores(i));
+    const bool stores = !((borrowing || (lending && p.may_lend())) && never_stores(i));
     for (const OwnedArray& a : of(i)) {
       const auto bytes = static_cast<int64_t>(a.bytes);
       if (a.kind == kAccumulator && !stores) {

@@ -105,8 +105,8 @@ class ParamArrays {
   void free(size_t param);
   void claim(ga_param id, void* data);  // the parameter's new address, for its master weights
   // Adds the bytes of arrays to `m`, and returns how many of these are not resident yet. borrowing: windows
-  // consist of one gradient, which stays in the program's buffer.
-  int64_t count(ga_memory& m, bool borrowing) const;
+  // consist of one gradient, which stays in the program's buffer. lending: they are added up in such buffers.
+  int64_t count(ga_memory& m, bool borrowing, bool lending) const;
 
   // Has master weights, if there are any, copied from their parameter again.
   void renew_master(Param& p) {

@@ -29,7 +29,11 @@ void check_config(const ga_config& c) {
   check_choice("reduce", c.reduce, GA_REDUCE_SUM, "ga_reduce");
   check_choice("missing", c.missing, GA_MISSING_ZERO, "ga_missing");
   check_choice("nonfinite", c.nonfinite, GA_NONFINITE_IGNORE, "ga_nonfinite");
-  check_choice("gradient_life", c.gradient_life, GA_GRADIENTS_LIVE, "ga_gradient_life");
+  check_choice("gradient_life", c.gradient_life, GA_GRADIENTS_LENT, "ga_gradient_life");
+  if (c.gradient_life == GA_GRADIENTS_LENT && c.nonfinite == GA_NONFINITE_DROP_MICRO)
+    fail(GA_ERROR_UNSUPPORTED,
+         "gradient_life was GA_GRADIENTS_LENT, which is not supported with "
+         "GA_NONFINITE_DROP_MICRO: a micro-batch that is dropped must not have been added");
   check_choice("accumulation", c.accumulation, GA_ACCUMULATE_STOCHASTIC, "ga_accumulation");
   if (c.accumulation == GA_ACCUMULATE_RUNNING_MEAN &&
       (c.gradient_kind != GA_GRADIENT_MEAN || c.reduce != GA_REDUCE_MEAN))
@@ -85,7 +89,9 @@ void Options::choose_path(const ParamList& params, const Rules& by) {
   for (const Group& g : by.groups) clip_micro_ = clip_micro_ || is_of_micros(by.clip_of(g));
   const bool plain = config_->accumulation == GA_ACCUMULATE_PLAIN && !config_->noise_scale;
   plain_path_ = plain && params.only_sums;
-  borrows_ = plain && !deferring() && config_->gradient_life == GA_GRADIENTS_LIVE && alone_;
+  borrows_ = plain && !deferring() && config_->gradient_life != GA_GRADIENTS_CONSUMED && alone_;
+  lends_ =
+      borrows_ && config_->gradient_life == GA_GRADIENTS_LENT && config_->device == GA_DEVICE_CPU;
 }
 
 }  // namespace ga

@@ -29,6 +29,7 @@ class Options {
   bool deferring() const { return config_->nonfinite == GA_NONFINITE_DROP_MICRO || clip_micro_; }
   bool plain_path() const { return plain_path_; }  // contributions are only added
   bool borrows() const { return borrows_; }  // first contributions stay in the program's buffers
+  bool lends() const { return lends_; }      // and further ones are added to them there
   // Whether only the device knows the loss scale.
   bool late_scale() const { return scaled && config_->device != GA_DEVICE_CPU; }
 
@@ -38,6 +39,7 @@ class Options {
   bool clip_micro_ = false;
   bool plain_path_ = true;
   bool borrows_ = false;
+  bool lends_ = false;
 };
 
 ga_config default_config();

@@ -30,7 +30,7 @@ uint32_t agc_axes(int32_t units, const std::vector<int64_t>& shape) {
 
 }  // namespace
 
-void check_clip(const ga_clip& c) {
+void check_clip(const ga_clip& c, const ga_config& config) {
   check_choice("clip: scope", c.scope, GA_CLIP_AGC, "ga_clip_scope");
   check_choice("clip: flavor", c.flavor, GA_FLAVOR_KERAS, "GA_FLAVOR_TORCH or GA_FLAVOR_KERAS");
   check_choice("clip: agc_units", c.agc_units, GA_AGC_TORCH, "ga_agc_units");
@@ -41,6 +41,10 @@ void check_clip(const ga_clip& c) {
     fail(GA_ERROR_INVALID_ARGUMENT, "clip: max_value was %g, expected > 0", c.max_value);
   check_positive("clip: agc_factor", c.agc_factor);
   check_positive("clip: agc_eps", c.agc_eps);
+  if (is_of_micros(c) && config.gradient_life == GA_GRADIENTS_LENT)
+    fail(GA_ERROR_UNSUPPORTED,
+         "clip: when was GA_CLIP_WHEN_MICRO, which is not supported with GA_GRADIENTS_LENT: a "
+         "gradient is clipped before it is added");
 }
 
 bool is_of_micros(const ga_clip& c) {

@@ -43,7 +43,7 @@ constexpr ga_clip default_clip() {
   c.agc_eps = 1e-3;
   return c;
 }
-void check_clip(const ga_clip& clip);
+void check_clip(const ga_clip& clip, const ga_config& config);
 // Whether every micro-batch is clipped.
 bool is_of_micros(const ga_clip& c);
 
@@ -72,10 +72,11 @@ struct InWindow {
   bool acquired : 1;       // the program has the accumulator
   bool busy : 1;           // a call adds to it, while calls of other threads may run
   bool borrowed_late : 1;  // borrowed_scale still lacks the loss scale, which only the device knows
+  bool lent : 1;           // the borrowed gradient has become the sum, whose norm is known
   bool stale = false;      // someone wrote the accumulator without its partials
   bool ready = false;      // nothing more comes to it in this window
 
-  InWindow() : acquired(false), busy(false), borrowed_late(false) {}
+  InWindow() : acquired(false), busy(false), borrowed_late(false), lent(false) {}
 };
 
 // What some options have to know of the contributions of the open window. The initial values are those of an empty one.
@@ -134,6 +135,10 @@ struct alignas(64) Param {
   void hold(Held h) { window.held = h; }
   int32_t real() const { return f64 ? GA_F64 : GA_F32; }  // the dtype of the computation
   bool fits_accumulator() const { return accumulator_dtype == real(); }
+  // Whether a buffer with a gradient may become the accumulator.
+  bool may_lend() const {
+    return fits_accumulator() && gradient_dtype == accumulator_dtype && is_sum(reduction);
+  }
   bool lacks_arrays() const { return !owns && (!frozen || wanted); }
   Array shard_data() const;  // of the parameter itself: its shard
   Array values() const { return master ? Array{master, GA_F32} : shard_data(); }

@@ -419,7 +419,7 @@ bool TableWriter::needs_norm(size_t i) {
   const Param& p = model_.params[i];
   const bool checked = model_.config.nonfinite != GA_NONFINITE_IGNORE;
   const bool measured = model_.config.measure_norm != 0 || model_.config.noise_scale != 0;
-  const bool unknown = p.held() == Held::kBorrowed || p.window.stale;
+  const bool unknown = (p.held() == Held::kBorrowed && !p.window.lent) || p.window.stale;
   const bool due = unknown || model_.tables.param_inputs[i].clamped;
   const bool wanted = due && (checked || (measured && is_sum(p.reduction)) ||
                               norm_wanted(static_cast<ga_param>(i)));

@@ -50,7 +50,7 @@ struct alignas(16) OpBytes {
 // Where the gradient of a parameter lies during a window.
 enum class Held : uint8_t {
   kNothing,   // no contribution yet
-  kBorrowed,  // in the program's buffer, GA_GRADIENTS_LIVE
+  kBorrowed,  // in the program's buffer: GA_GRADIENTS_LIVE, GA_GRADIENTS_LENT
   kStored,    // in the accumulator
   kRows,      // in the accumulator, in the rows of the row set
   kReduced    // added up over the ranks, where Exchange has it

@@ -82,9 +82,27 @@ void Accumulator::check_alive(ga_param id, const char* what, const void* data,
   if (begin < first + size && first < begin + static_cast<uintptr_t>(bytes))
     model_.params.subject(id).fail(
         GA_ERROR_INVALID_ARGUMENT,
-        "%s, at %p, overlaps its first gradient in this window, at %p, which still "
-        "lives (GA_GRADIENTS_LIVE)",
-        what, data, p.borrowed);
+        "%s, at %p, overlaps its first gradient in this window, at %p, which %s", what, data,
+        p.borrowed,
+        model_.options.lends() ? "was lent (GA_GRADIENTS_LENT)"
+                               : "still lives (GA_GRADIENTS_LIVE)");
+}
+
+// Checks that no other parameter has lent the buffer of a parameter's first gradient.
+void Accumulator::check_lent(ga_param id, const void* gradient) {
+  const Param& p = model_.params[id];
+  if (!p.may_lend() || p.count == 0) return;
+  const int64_t bytes = p.count * dtype_info(p.gradient_dtype).size;
+  lent_.reserve(model_.params.size());
+  const ga_param other = lent_.take(id, gradient, bytes, calls_, [&](ga_param q) {
+    return model_.params[q].held() == Held::kBorrowed;
+  });
+  if (other < 0) return;
+  model_.params.subject(id).fail(
+      GA_ERROR_INVALID_ARGUMENT,
+      "its gradient, at %p, overlaps the buffer that was lent for parameter \"%s\" in this window "
+      "(GA_GRADIENTS_LENT)",
+      gradient, model_.params.name(other));
 }
 
 // Inlined, as add_task(), because a call takes longer than what they do for a small tensor.
@@ -93,6 +111,8 @@ inline void Accumulator::check_gradient(ga_param id, const void* gradient) {
   if (gradient != p.checked && gradient != p.checked_before) check_new_gradient(id, gradient);
   if (p.held() == Held::kBorrowed)
     check_alive(id, "its second gradient", gradient, p.count * dtype_info(p.gradient_dtype).size);
+  else if (model_.options.lends() && p.held() == Held::kNothing)
+    check_lent(id, gradient);
 }
 
 void Accumulator::check_new_gradient(ga_param id, const void* gradient) {
@@ -138,6 +158,11 @@ inline AccumulateTask* Accumulator::add_task(ga_param id, int64_t number, const 
   task.counter = nullptr;
   Source* source = &task.source[0];
   if (p.held() == Held::kBorrowed) {
+    if (model_.options.lends() && p.may_lend() && p.borrowed_scale > 0) {
+      task.source[0] = given;
+      lend(p, task);
+      return &task;
+    }
     *source++ = writer_.borrowed_of(p);
     task.sources = 2;
   }
@@ -146,6 +171,15 @@ inline AccumulateTask* Accumulator::add_task(ga_param id, int64_t number, const 
   p.window.stale = false;  // the pass stores the partials too
   if (!model_.options.plain_path()) refine(id, task, *source);
   return &task;
+}
+
+// Has the buffer with the first gradient become the accumulator: a task adds to it there.
+void Accumulator::lend(Param& p, AccumulateTask& task) const {
+  task.target = {const_cast<void*>(p.borrowed), p.accumulator_dtype};
+  task.keep = p.borrowed_scale;  // of the first gradient, and 1 of a sum
+  p.borrowed_scale = 1;
+  p.window.lent = true;
+  p.window.stale = false;
 }
 
 // The rest of a task that does more than add.
@@ -455,7 +489,7 @@ void Accumulator::store_borrowed(ga_param id) {
   task.param = id;
   model_.window.or_invalidate([&] { model_.backend->accumulate({&task, 1}); });
   p.hold(Held::kStored);
-  p.window.stale = false;
+  p.window.stale = p.window.lent = false;
 }
 
 // Adds all contributions in one pass, or several where a parameter has two, and around rows.

@@ -14,6 +14,7 @@
 #include "model/model.hpp"
 #include "model/preparation.hpp"
 #include "model/table_writer.hpp"
+#include "window/lent_buffers.hpp"
 
 namespace ga {
 
@@ -118,6 +119,8 @@ class Accumulator final : HasLists {
   void refuse(ga_param id, const char* what, bool adds_elsewhere) const;
   void check_gradient(ga_param id, const void* gradient);
   void check_new_gradient(ga_param id, const void* gradient);
+  void check_lent(ga_param id, const void* gradient);
+  void lend(Param& p, AccumulateTask& task) const;
   void check_alive(ga_param id, const char* what, const void* data, int64_t bytes) const;
   void check_single(ga_param id) const;
   AccumulateTask* add_task(ga_param id, int64_t number, const Source& source,
@@ -152,7 +155,8 @@ class Accumulator final : HasLists {
   bool added_ = false;              // an accumulator has something of the open micro-batch
   std::vector<Borrowed> borrowed_;  // in this window, in the order in which they came
   size_t borrowed_before_ = 0;      // of these, those that came before the open micro-batch
-  int64_t latest_ = 0;              // the number of the gradient that came last
+  LentBuffers lent_;
+  int64_t latest_ = 0;  // the number of the gradient that came last
   int64_t rows_held_ = 0;
   bool noise_repeated_ = false;
   struct {

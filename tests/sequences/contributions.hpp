@@ -237,6 +237,11 @@ class Contributions : public Settings {
     }
   }
 
+  // Whether the memory of the first gradient becomes the accumulator.
+  bool is_lent(const Param& p) const {
+    return config_.gradient_life == GA_GRADIENTS_LENT && size_of(p.dtype) >= 4 && !p.maximum;
+  }
+
   double factor(const Micro& m) const {
     return (config_.gradient_kind == GA_GRADIENT_MEAN ? m.weight : 1) / m.loss_scale;
   }
@@ -333,9 +338,13 @@ class Contributions : public Settings {
       a = first ? c.values[i] : p.maximum ? larger(a, c.values[i]) : plus(a, c.values[i]);
       p.nonfinite = p.nonfinite || !std::isfinite(a.value);
     }
-    p.live_gradient = {};
-    const bool lives = first && c.data && config_.gradient_life == GA_GRADIENTS_LIVE;
-    if (lives) p.live_gradient = {c.data, p.count * size_of(p.dtype)};
+    const bool lives = first && c.data && config_.gradient_life != GA_GRADIENTS_CONSUMED;
+    if (lives) {
+      p.live_gradient = {c.data, p.count * size_of(p.dtype)};
+      p.live_factor = factor(open_micro());
+    } else if (!(is_lent(p) && p.live_factor > 0)) {
+      p.live_gradient = {};
+    }
     if (lives && !deferring())
       adopted_.push_back(c.param);
     else

@@ -159,7 +159,8 @@ struct Param {
   std::vector<Real> sum;
   bool touched = false, dense = false, nonfinite = false, acquired = false, ready = false;
   std::set<int64_t> rows_seen;
-  Range live_gradient;  // GA_GRADIENTS_LIVE: the memory of the first gradient
+  Range live_gradient;     // GA_GRADIENTS_LIVE, GA_GRADIENTS_LENT: the memory of the first gradient
+  double live_factor = 0;  // of that gradient
 
   // The result of the last step.
   bool moved = false;

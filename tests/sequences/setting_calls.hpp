@@ -27,7 +27,10 @@ class SettingCalls : public Program {
     c.gradient_kind = chance(0.3) ? GA_GRADIENT_SUM : GA_GRADIENT_MEAN;
     c.reduce = chance(0.3) ? GA_REDUCE_SUM : GA_REDUCE_MEAN;
     c.missing = chance(0.4) ? GA_MISSING_ZERO : GA_MISSING_SKIP;
-    c.gradient_life = chance(0.4) ? GA_GRADIENTS_LIVE : GA_GRADIENTS_CONSUMED;
+    c.gradient_life =
+        pick<ga_gradient_life>({GA_GRADIENTS_CONSUMED, GA_GRADIENTS_LIVE, GA_GRADIENTS_LENT});
+    if (c.gradient_life == GA_GRADIENTS_LENT && c.nonfinite == GA_NONFINITE_DROP_MICRO)
+      c.gradient_life = GA_GRADIENTS_LIVE;
     c.loss_scale = pick({1, 1, 1, 4, -2, 1024});
     // The mean of summed gradients divides by the total weight, and a tiny weight would overflow.
     if (c.gradient_kind == GA_GRADIENT_SUM && c.reduce == GA_REDUCE_MEAN) extreme_ = false;
@@ -167,7 +170,7 @@ class SettingCalls : public Program {
     std::string entry_names[2];
     ga_flat_entry entries[2];
     int64_t offset = 0;
-    const bool rows = chance(0.3);
+    const bool rows = w.model->config().gradient_life != GA_GRADIENTS_LENT && chance(0.3);
     bool external = true;
     for (size_t i = 0; i < count; ++i) {
       const auto g = id<ga_group>(w.model->groups().size());

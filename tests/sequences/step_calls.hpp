@@ -177,7 +177,7 @@ class StepCalls : public GradientCalls {
   // Saves the context and, where that is legal, loads it from what was saved. The model stays as it is.
   // (A save ends the life of a live gradient early, which the model does not predict.)
   void save_and_load(World& w) {
-    const bool live = w.model->config().gradient_life == GA_GRADIENTS_LIVE;
+    const bool live = w.model->config().gradient_life != GA_GRADIENTS_CONSUMED;
     if (live && !w.model->empty()) return;
     const Statuses closed = w.model->open() >= 0 ? ga::model::kState : 0;
     size_t size = 0;

@@ -115,11 +115,12 @@ Block run(const Layout& layout, const ga_optimizer& o, const ga_config& config, 
       if (testing::Test::HasFatalFailure()) return block;
       weight += micro.weight;
       const bool opened = first < 0 && micro.weight > 0;
-      if (opened && config.gradient_life == GA_GRADIENTS_LIVE) {
+      if (opened && config.gradient_life != GA_GRADIENTS_CONSUMED) {
         first = static_cast<int>(k);
       } else if (micro.weight > 0) {
         buffers[k] = nan;
-        if (first >= 0) buffers[static_cast<size_t>(first)] = nan;
+        if (first >= 0 && config.gradient_life == GA_GRADIENTS_LIVE)
+          buffers[static_cast<size_t>(first)] = nan;
       }
     }
     const ga_step_result result = step(ctx);
@@ -263,7 +264,8 @@ TEST_P(Promise, SmallTensorsEveryWay) {
             ASSERT_TRUE(model.matches(run(layout, optimizer_, c, Route::kWhole, whole, start)))
                 << "as one batch";
 
-            for (const int32_t life : {GA_GRADIENTS_CONSUMED, GA_GRADIENTS_LIVE}) {
+            for (const int32_t life :
+                 {GA_GRADIENTS_CONSUMED, GA_GRADIENTS_LIVE, GA_GRADIENTS_LENT}) {
               for (const Route route : kRoutes) {
                 c.gradient_life = life;
                 c.accum_steps = route == Route::kFlat ? 0 : n;
@@ -295,7 +297,7 @@ TEST_P(PromiseLarge, ManyChunksOnSomeThreads) {
 
   Block first;
   for (const int32_t threads : {1, 2, 3}) {
-    for (const int32_t life : {GA_GRADIENTS_CONSUMED, GA_GRADIENTS_LIVE}) {
+    for (const int32_t life : {GA_GRADIENTS_CONSUMED, GA_GRADIENTS_LIVE, GA_GRADIENTS_LENT}) {
       c.num_threads = threads;
       c.gradient_life = life;
       const Route route = kRoutes[(threads + life) % 4];
@@ -468,7 +470,7 @@ TEST(KnownDefects, NoNanSurvivesAWindow) {
 TEST(Promise, TiedWeightsAddUp) {
   const Layout layout({70001});
   for (const int32_t kind : {GA_GRADIENT_MEAN, GA_GRADIENT_SUM}) {
-    for (const int32_t life : {GA_GRADIENTS_CONSUMED, GA_GRADIENTS_LIVE}) {
+    for (const int32_t life : {GA_GRADIENTS_CONSUMED, GA_GRADIENTS_LIVE, GA_GRADIENTS_LENT}) {
       ga_config c = config();
       c.gradient_kind = kind;
       c.gradient_life = life;
@@ -580,11 +582,11 @@ TEST(Promise, UnitsOfLiveGradients) {
       ga_clip mode = clip(units < 0 ? GA_CLIP_NONE : GA_CLIP_AGC, 0);
       mode.agc_units = std::max(units, 0);
       for (const int micro_batches : {1, 2}) {
-        Block blocks[2];
-        for (const int32_t life : {GA_GRADIENTS_CONSUMED, GA_GRADIENTS_LIVE}) {
+        Block blocks[3];
+        for (const int32_t life : {GA_GRADIENTS_CONSUMED, GA_GRADIENTS_LIVE, GA_GRADIENTS_LENT}) {
           ga_config c = config();
           c.gradient_life = life;
-          Block& block = blocks[life == GA_GRADIENTS_LIVE];
+          Block& block = blocks[life];
           block = parameters(layout, 5);
           Context ctx(c);
           register_parameters(ctx, ctx.group(named.optimizer), layout, Route::kWhole, block);
@@ -602,8 +604,10 @@ TEST(Promise, UnitsOfLiveGradients) {
             step(ctx);
           }
         }
-        ASSERT_TRUE(same_bits(blocks[0], blocks[1]))
-            << named.name << ", AGC by " << units << ", " << micro_batches << " micro-batches";
+        for (const int life : {GA_GRADIENTS_LIVE, GA_GRADIENTS_LENT})
+          ASSERT_TRUE(same_bits(blocks[0], blocks[life]))
+              << named.name << ", AGC by " << units << ", " << micro_batches
+              << " micro-batches, life " << life;
       }
     }
   }
@@ -616,7 +620,7 @@ TEST(Promise, ParametersTouchedInSomeMicroBatchesOnly) {
   const std::vector<std::vector<size_t>> missing = {{1, 3}, {0, 2, 3}, {0, 3}};
   for (const NamedOptimizer& named : good_optimizers()) {
     for (const int32_t policy : {GA_MISSING_SKIP, GA_MISSING_ZERO}) {
-      for (const int32_t life : {GA_GRADIENTS_CONSUMED, GA_GRADIENTS_LIVE}) {
+      for (const int32_t life : {GA_GRADIENTS_CONSUMED, GA_GRADIENTS_LIVE, GA_GRADIENTS_LENT}) {
         ga_config c = config();
         c.missing = policy;
         c.gradient_life = life;

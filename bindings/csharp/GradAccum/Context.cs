@@ -44,7 +44,7 @@ namespace GradAccum {
     public Context(Config config) {
       handle = Natives.First(() => Create(config));
       if (config == null) return;
-      handle.Kept.Live = config.GradientLife == GradientLife.Live;
+      handle.Kept.Live = config.GradientLife != GradientLife.Consumed;
       onDevice = config.Device != Device.Cpu;
     }
 

@@ -112,7 +112,7 @@ namespace GradAccum {
 
     /// <summary>
     /// Adds a micro-batch to the window. An array is pinned for the call, and under
-    /// <see cref="GradientLife.Live"/> for as long as the library reads it.
+    /// <see cref="GradientLife.Live"/> and <see cref="GradientLife.Lent"/> for as long as the library reads it.
     /// </summary>
     /// <param name="gradients">
     /// A gradient for each <see cref="AddParam(Group, string, Tensor, long[])"/> and <see cref="AddFlat"/>, in
@@ -177,7 +177,8 @@ namespace GradAccum {
 
     /// <summary>
     /// Adds a micro-batch to the window, for a context with one parameter or one block. Not under
-    /// <see cref="GradientLife.Live"/>: the library would read the span after the call.
+    /// <see cref="GradientLife.Live"/> or <see cref="GradientLife.Lent"/>: the library would read the span after the
+    /// call.
     /// </summary>
     /// <typeparam name="T">float or double, or ushort for the two dtypes of 16 bits.</typeparam>
     /// <param name="gradient">The gradient.</param>
@@ -187,7 +188,7 @@ namespace GradAccum {
     public unsafe void Accumulate<T>(ReadOnlySpan<T> gradient, double weight = 1, double lossScale = 0,
                                      bool last = false) where T : struct {
       using (Call call = Begin()) {
-        if (handle.Kept.Live) RefuseSpan("Accumulate", "under GradientLife.Live the library reads a gradient after the call");
+        if (handle.Kept.Live) RefuseSpan("Accumulate", "under GradientLife.Live and GradientLife.Lent the library reads a gradient after the call");
         SlotTable table = Slots(call.Context);
         if (table.Length != 1) {
           throw GradAccumException.Invalid("a span is the gradient of a context with one parameter or block, and this one has " +

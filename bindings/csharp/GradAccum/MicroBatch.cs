@@ -36,7 +36,7 @@ namespace GradAccum {
 
     /// <summary>
     /// Adds a gradient to a parameter. Not where the library reads it after the call: under
-    /// <see cref="GradientLife.Live"/>, <see cref="Nonfinite.DropMicro"/> and <see cref="ClipWhen.Micro"/>.
+    /// <see cref="GradientLife.Live"/> and <see cref="GradientLife.Lent"/>, <see cref="Nonfinite.DropMicro"/> and <see cref="ClipWhen.Micro"/>.
     /// </summary>
     /// <typeparam name="T">float or double, or ushort for the two dtypes of 16 bits.</typeparam>
     /// <param name="param">The parameter.</param>
@@ -324,7 +324,7 @@ namespace GradAccum {
 
     private void RefuseSpans(string method, bool live) {
       context.RequireHost();
-      if (live) Context.RefuseSpan(method, "under GradientLife.Live the library reads a gradient after the call");
+      if (live) Context.RefuseSpan(method, "under GradientLife.Live and GradientLife.Lent the library reads a gradient after the call");
       if (context.Kept.Late) {
         Context.RefuseSpan(method, "under ClipWhen.Micro and Nonfinite.DropMicro the library reads it when the micro-batch ends");
       }

@@ -133,14 +133,32 @@ namespace GradAccum.Tests {
       Pinned(new bool[12]);
     }
 
+    public void LentGradientsUntilTheStep() {
+      Context context = null;
+      Aside(() => context = With(new Config {GradientLife = GradientLife.Lent}, () => New(), 2));
+      Aside(() => context.Accumulate(new Tensor[] {New(), New()}));  // 2, 3
+      Aside(() => context.Accumulate(new Tensor[] {New(), default(Tensor)}));  // 4
+      Pinned(true, true, true, true, false);
+      Aside(() => {
+        using (MicroBatch micro = context.BeginMicroBatch()) {
+          micro.Accumulate(context.FindParam("w1"), New());  // 5
+          micro.End();
+        }
+      });
+      Pinned(true, true, true, true, false, false);
+      context.Step();
+      Pinned(true, true, false, false, false, false);
+      context.Dispose();
+    }
+
     public void LiveGradientsGiveTheBitsOfConsumedOnes() {
-      float[][] results = new float[2][];
-      for (int way = 0; way < 2; ++way) {
+      float[][] results = new float[3][];
+      foreach (GradientLife life in new[] {GradientLife.Consumed, GradientLife.Live, GradientLife.Lent}) {
         float[] w = null;
         Context context = null;
         Aside(() => {
           w = new float[] {1, 2, 3, 4};
-          context = With(new Config {GradientLife = way == 0 ? GradientLife.Consumed : GradientLife.Live}, () => w);
+          context = With(new Config {GradientLife = life}, () => w);
           context.Accumulate(new float[] {0.1f, 0.2f, 0.3f, 0.4f}, 3);
         });
         // The collector would use the memory of the gradient again.
@@ -149,9 +167,10 @@ namespace GradAccum.Tests {
         GC.Collect();
         context.Step();
         context.Dispose();
-        results[way] = w;
+        results[(int)life] = w;
       }
       Expect.Same(results[0], results[1]);
+      Expect.Same(results[0], results[2]);
     }
 
     public void LiveGradientsOfAMicroBatchThatIsAborted() {

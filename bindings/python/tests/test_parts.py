@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients by part, and which of them are kept for how long."""
 
+import sys
 from typing import Any
 
 import gradaccum as ga
@@ -144,8 +145,10 @@ def test_a_kernel_writes_into_the_accumulator(net: Net) -> None:
     view[:] = 1  # the memory is the view's now
 
 
-def live(nonfinite: ga.Nonfinite = ga.Nonfinite.SKIP_STEP) -> tuple[ga.Context, ga.Param]:
-    config = ga.Config(gradient_life=ga.GradientLife.LIVE, nonfinite=nonfinite)
+def live(
+    nonfinite: ga.Nonfinite = ga.Nonfinite.SKIP_STEP, life: ga.GradientLife = ga.GradientLife.LIVE
+) -> tuple[ga.Context, ga.Param]:
+    config = ga.Config(gradient_life=life, nonfinite=nonfinite)
     context = ga.Context(config)
     group = context.add_group(ga.Optimizer(ga.OptimizerKind.SGD, lr=1.0))
     return context, context.add_param(group, "p", np.zeros((2, 3), np.float32))
@@ -179,6 +182,33 @@ def test_a_live_gradient_is_kept_until_the_step() -> None:
         assert by_part.deleted == 0
         end()
         assert by_part.deleted == 1
+
+
+def test_a_lent_gradient_is_the_librarys_until_the_step() -> None:
+    context, param = live(life=ga.GradientLife.LENT)
+    data = np.zeros((2, 3), np.float32)
+    param.bind(data)
+    first, second, third = (np.full((2, 3), value, np.float32) for value in (1, 2, 4))
+    references = sys.getrefcount(first), sys.getrefcount(second)
+    context.accumulate([first])
+    context.accumulate([second])
+    with context.micro_batch() as micro:
+        micro.accumulate(param, third)
+    assert (sys.getrefcount(first), sys.getrefcount(second)) == (references[0] + 1, references[1])
+    context.step()
+    assert sys.getrefcount(first) == references[0]
+    np.testing.assert_allclose(data, np.full((2, 3), -7 / 3), rtol=1e-6)
+    np.testing.assert_array_equal(second, np.full((2, 3), 2))
+
+
+def test_what_cannot_be_written_is_not_lent() -> None:
+    context, param = live(life=ga.GradientLife.LENT)
+    gradient = np.zeros((2, 3), np.float32)
+    gradient.setflags(write=False)
+    with pytest.raises((ValueError, BufferError), match="read-only"):
+        context.accumulate([gradient])
+    with context.micro_batch() as micro, pytest.raises((ValueError, BufferError), match="read-only"):
+        micro.accumulate(param, gradient)
 
 
 def test_a_gradient_of_weight_zero_is_not_the_first() -> None:

@@ -4,15 +4,19 @@
 
 #include "backend/cpu/sums.hpp"
 
-// a <- [a +] scale0 g0 [+ scale1 g1] over whole groups. contribution: sums over scale0 g0 alone.
-template <class T, int kSources, bool kKeep, bool kNoise>
-GA_INLINE void accumulate_groups(T scale0, T scale1, T* __restrict a, const T* __restrict g0,
-                                 const T* __restrict g1, int64_t count, Lanes<T>& lanes,
-                                 Lanes<T>& contribution) {
+// What becomes of the target's contents: nothing, or they are kept as they are, or times a factor.
+enum Keep { kNone, kAll, kScaled };
+
+// a <- [[keep] a +] scale0 g0 [+ scale1 g1] over whole groups. contribution: sums over scale0 g0 alone.
+template <class T, int kSources, Keep kKeep, bool kNoise>
+GA_INLINE void accumulate_groups(T keep, T scale0, T scale1, T* __restrict a,
+                                 const T* __restrict g0, const T* __restrict g1, int64_t count,
+                                 Lanes<T>& lanes, Lanes<T>& contribution) {
   each_register<T>(count, [&](int64_t i, int l) GA_INLINE_BODY {
     auto x = get(g0 + i) * scale0;
     if (kNoise) contribution.add(l, x);
-    if (kKeep) x = get(a + i) + x;
+    if (kKeep == kAll) x = get(a + i) + x;
+    if (kKeep == kScaled) x = get(a + i) * keep + x;
     if (kSources == 2) x = x + get(g1 + i) * scale1;
     put(a + i, x);
     lanes.add(l, x);
@@ -32,8 +36,9 @@ GA_INLINE void store_partial(const AccumulateTask& task, int64_t offset, ChunkSu
   p.nonfinite = !sums.finite(sum);
 }
 
-template <class T, int kSources, bool kKeep, bool kStream, bool kNoise>
+template <class T, int kSources, Keep kKeep, bool kStream, bool kNoise>
 void accumulate_chunk(const AccumulateTask& task, int64_t offset, int64_t count) {
+  const T keep = static_cast<T>(task.keep);
   const T scale0 = static_cast<T>(scale_of(task.source[0]));
   const T scale1 = kSources == 2 ? static_cast<T>(scale_of(task.source[1])) : T(0);
   ChunkSum<T> sums, contributions;
@@ -51,20 +56,20 @@ void accumulate_chunk(const AccumulateTask& task, int64_t offset, int64_t count)
       if (kSources == 2) prefetch_block<0>(g1 + b + kAhead);
       if (kStream) {
         alignas(64) T block[kBlock];
-        accumulate_groups<T, kSources, kKeep, kNoise>(scale0, scale1, block, g0 + b, g1 + b, kBlock,
-                                                      lanes, contribution);
+        accumulate_groups<T, kSources, kKeep, kNoise>(keep, scale0, scale1, block, g0 + b, g1 + b,
+                                                      kBlock, lanes, contribution);
         stream_block(a + b, block);
       } else {
         prefetch_block<1>(a + b + kAhead);
-        accumulate_groups<T, kSources, kKeep, kNoise>(scale0, scale1, a + b, g0 + b, g1 + b, kBlock,
-                                                      lanes, contribution);
+        accumulate_groups<T, kSources, kKeep, kNoise>(keep, scale0, scale1, a + b, g0 + b, g1 + b,
+                                                      kBlock, lanes, contribution);
       }
     }
     if (b < n) {
       const Padded<T> end0(g0 + b, n - b);
       const Padded<T> end1(g1 + b, kSources == 2 ? n - b : 0);
       Padded<T> end_a(a + b, kKeep ? n - b : 0);
-      accumulate_groups<T, kSources, kKeep, kNoise>(scale0, scale1, end_a.data, end0.data,
+      accumulate_groups<T, kSources, kKeep, kNoise>(keep, scale0, scale1, end_a.data, end0.data,
                                                     end1.data, whole_groups(n - b), lanes,
                                                     contribution);
       end_a.copy_to(a + b, n - b);
@@ -82,21 +87,23 @@ void accumulate_chunk(const AccumulateTask& task, int64_t offset, int64_t count)
 
 // As accumulate_chunk(), for a tensor of one tile: what a chunk of many needs would take longer than
 // the loop.
-template <int kSources, bool kKeep>
+template <int kSources, Keep kKeep>
 GA_INLINE void accumulate_tile(const AccumulateTask& task) {
   const int64_t count = task.count, whole = before_end(count);
+  const auto keep = static_cast<float>(task.keep);
   const auto scale0 = static_cast<float>(task.source[0].scale);
   const auto scale1 = kSources == 2 ? static_cast<float>(task.source[1].scale) : 0.0f;
   const float* const g0 = static_cast<const float*>(task.source[0].data);
   const float* const g1 = kSources == 2 ? static_cast<const float*>(task.source[1].data) : g0;
   float* const a = static_cast<float*>(task.target.data);
   NarrowLanes lanes, none;
-  accumulate_groups<float, kSources, kKeep, false>(scale0, scale1, a, g0, g1, whole, lanes, none);
+  accumulate_groups<float, kSources, kKeep, false>(keep, scale0, scale1, a, g0, g1, whole, lanes,
+                                                   none);
   if (whole < count) {
     const int64_t rest = count - whole;
     const Padded<float> end0(g0 + whole, rest), end1(g1 + whole, kSources == 2 ? rest : 0);
     Padded<float> end_a(a + whole, kKeep ? rest : 0);
-    accumulate_groups<float, kSources, kKeep, false>(scale0, scale1, end_a.data, end0.data,
+    accumulate_groups<float, kSources, kKeep, false>(keep, scale0, scale1, end_a.data, end0.data,
                                                      end1.data, whole_groups(rest), lanes, none);
     end_a.copy_to(a + whole, rest);
   }
@@ -104,11 +111,11 @@ GA_INLINE void accumulate_tile(const AccumulateTask& task) {
   if (!is_trusted(total)) total = wide_total(count, [&](int64_t i) { return a[i]; });
   Partial& p = *task.partials;
   p.sum_squares = total;
-  if (!kKeep) p.noise = 0;
+  if (kKeep == kNone) p.noise = 0;
   p.nonfinite = !is_finite(total);
 }
 
-// For accumulators that are not of the type computed in, or that are scaled (a running mean).
+// For accumulators that are not of the type computed in.
 template <class T>
 void accumulate_packed(const AccumulateTask& task, int64_t offset, int64_t count) {
   const T keep = static_cast<T>(task.keep);
@@ -167,17 +174,22 @@ void accumulate_maximum(const AccumulateTask& task, int64_t offset, int64_t coun
 
 template <class T>
 void accumulate_as(const AccumulateTask& task, int64_t offset, int64_t count, bool stream) {
-  if (task.target.format != native<T> || (task.keep != 0 && task.keep != 1))
-    (task.keep == kMaximum ? accumulate_maximum<T> : accumulate_packed<T>)(task, offset, count);
+  if (task.keep == kMaximum)
+    accumulate_maximum<T>(task, offset, count);
+  else if (task.target.format != native<T>)
+    accumulate_packed<T>(task, offset, count);
+  else if (task.keep != 0 && task.keep != 1)
+    (task.noise != 0 ? accumulate_chunk<T, 1, kScaled, false, true>
+                     : accumulate_chunk<T, 1, kScaled, false, false>)(task, offset, count);
   else if (task.keep != 0)
-    (task.noise != 0 ? accumulate_chunk<T, 1, true, false, true>
-                     : accumulate_chunk<T, 1, true, false, false>)(task, offset, count);
+    (task.noise != 0 ? accumulate_chunk<T, 1, kAll, false, true>
+                     : accumulate_chunk<T, 1, kAll, false, false>)(task, offset, count);
   else if (task.sources == 2)
-    (stream ? accumulate_chunk<T, 2, false, true, false>
-            : accumulate_chunk<T, 2, false, false, false>)(task, offset, count);
+    (stream ? accumulate_chunk<T, 2, kNone, true, false>
+            : accumulate_chunk<T, 2, kNone, false, false>)(task, offset, count);
   else
-    (stream ? accumulate_chunk<T, 1, false, true, false>
-            : accumulate_chunk<T, 1, false, false, false>)(task, offset, count);
+    (stream ? accumulate_chunk<T, 1, kNone, true, false>
+            : accumulate_chunk<T, 1, kNone, false, false>)(task, offset, count);
 }
 
 GA_INLINE bool is_plain(const Source& s) { return s.format == GA_F32 && s.data && !s.divisor; }
@@ -185,10 +197,11 @@ GA_INLINE bool is_plain(const Source& s) { return s.format == GA_F32 && s.data &
 void accumulate(const AccumulateTask& given, int64_t offset, int64_t count, bool stream) {
   if (given.count <= kTile && given.target.format == GA_F32 && is_plain(given.source[0]) &&
       !given.plan && given.noise == 0) {
-    if (given.keep == 1) return accumulate_tile<1, true>(given);
+    if (given.keep == 1) return accumulate_tile<1, kAll>(given);
+    if (given.keep > 0) return accumulate_tile<1, kScaled>(given);
     if (given.keep == 0 && !stream) {
-      if (given.sources == 1) return accumulate_tile<1, false>(given);
-      if (is_plain(given.source[1])) return accumulate_tile<2, false>(given);
+      if (given.sources == 1) return accumulate_tile<1, kNone>(given);
+      if (is_plain(given.source[1])) return accumulate_tile<2, kNone>(given);
     }
   }
   if (given.plan && !given.plan->active) return;

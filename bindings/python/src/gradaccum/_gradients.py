@@ -19,7 +19,8 @@ class Kept:
     """Loans of gradients, for as long as the library says that it may read them."""
 
     def __init__(self, config: Config) -> None:
-        self.live = config.gradient_life == GradientLife.LIVE
+        self.live = config.gradient_life != GradientLife.CONSUMED
+        self.lent = config.gradient_life == GradientLife.LENT  # the library writes to gradients
         self.late = False  # parts of the open micro-batch are read when it ends
         self._loans: deque[tuple[int, Any]] = deque()  # by the number that the library gives the gradient
         self._info = _raw.ga_kept_info()
@@ -89,4 +90,5 @@ class Slot:
         itemsize = first.gradient_dtype.itemsize
         end = max((param._offset + param.count) * param.gradient_dtype.itemsize for param in alive)
         what = f'gradient of the block of parameter "{first.name}"'
-        return where.expect(what, first.gradient_dtype, least=-(-end // itemsize))
+        lent = first.context._kept.lent
+        return where.expect(what, first.gradient_dtype, least=-(-end // itemsize), written=lent)

@@ -39,7 +39,7 @@ class Context:
 
     Tensors of numpy, torch and so on are used in place. The context keeps those of parameters until they
     are bound anew or it is closed, and gradients as long as the library reads them: for the call, but with
-    GradientLife.LIVE, Nonfinite.DROP_MICRO and ClipWhen.MICRO.
+    GradientLife.LIVE and LENT, Nonfinite.DROP_MICRO and ClipWhen.MICRO.
 
     One thread at a time uses a context; different contexts are independent. Every method raises
     ``Error`` if the library refuses the call, TypeError or ValueError for a tensor of the wrong kind,

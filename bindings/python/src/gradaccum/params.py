@@ -138,7 +138,7 @@ class Param:
         self.is_removed = False
         self._offset = info.offset
         self._gradient = context._where.expect(
-            f'gradient of parameter "{info.name}"', info.gradient_dtype, info.shape
+            f'gradient of parameter "{info.name}"', info.gradient_dtype, info.shape, written=context._kept.lent
         )
 
     def __reduce__(self) -> NoReturn:

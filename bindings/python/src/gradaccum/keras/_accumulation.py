@@ -50,7 +50,7 @@ class Accumulation:
         self.clip = clip or own
         self.config = Config() if config is None else config
         if self.config.gradient_life != GradientLife.CONSUMED:
-            raise ValueError("gradient_life was LIVE, but Keras frees gradients as soon as they are taken")
+            raise ValueError(f"gradient_life was {self.config.gradient_life.name}, but Keras frees gradients as soon as they are taken")
         self.scale: Any = None
         if scaler is not None:
             self.scale = keras.Variable(

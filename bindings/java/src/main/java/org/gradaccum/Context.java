@@ -29,7 +29,7 @@ import java.util.List;
  * <p>Memory: tensors are direct buffers or {@linkplain Tensor#ofAddress addresses}. The context
  * keeps the buffers of parameters reachable until they are bound anew or it is closed, and those of
  * gradients as long as the library reads them, which is to say for the call, but with {@link
- * Config.GradientLife#LIVE}, {@link Config.Nonfinite#DROP_MICRO} and {@link Clip.When#MICRO}. An
+ * Config.GradientLife#LIVE}, {@link Config.GradientLife#LENT}, {@link Config.Nonfinite#DROP_MICRO} and {@link Clip.When#MICRO}. An
  * address is the program's to keep valid for as long.
  *
  * <p>Threads: one thread at a time uses a context. A call while another one runs is an {@link

@@ -26,12 +26,19 @@ final class Kept {
   private long oldest;
 
   private final boolean live;
+  private final boolean lent;
 
   /** Whether parts of the open micro-batch are read when it ends. */
   private boolean late;
 
   Kept(Config config) {
-    live = config.gradientLife() == Config.GradientLife.LIVE;
+    live = config.gradientLife() != Config.GradientLife.CONSUMED;
+    lent = config.gradientLife() == Config.GradientLife.LENT;
+  }
+
+  /** Whether the library writes to gradients. */
+  boolean areLent() {
+    return lent;
   }
 
   /** After the context was destroyed. */

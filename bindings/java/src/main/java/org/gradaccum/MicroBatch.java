@@ -57,7 +57,13 @@ public final class MicroBatch implements AutoCloseable {
     long c = enter(param);
     try {
       long address =
-          Tensor.address(gradient, param.gradientDtype(), param.count(), false, "gradient", param);
+          Tensor.address(
+              gradient,
+              param.gradientDtype(),
+              param.count(),
+              context.kept().areLent(),
+              "gradient",
+              param);
       Raw.ga_accumulate_part(c, param.id(), address);
       context.kept().added(c, gradient, false);
     } finally {
@@ -77,7 +83,12 @@ public final class MicroBatch implements AutoCloseable {
     long c = enter(param);
     try {
       long address =
-          gradient.address(param.gradientDtype(), param.count(), false, "gradient", param);
+          gradient.address(
+              param.gradientDtype(),
+              param.count(),
+              context.kept().areLent(),
+              "gradient",
+              param);
       Raw.ga_accumulate_part(c, param.id(), address);
       context.kept().added(c, gradient, false);
     } finally {

@@ -59,12 +59,17 @@ final class Slot {
     }
     // A block may be longer than its parameters.
     long expected = flat ? Math.max(count, Tensor.bytes(gradient) / dtype.bytes()) : count;
-    long address = Tensor.address(gradient, dtype, expected, false, "gradient", params.get(0));
+    long address =
+        Tensor.address(gradient, dtype, expected, areLent(), "gradient", params.get(0));
     if (!(gradient instanceof ByteBuffer)) {
       last = new WeakReference<>(gradient);
       lastStart = address - (long) gradient.position() * dtype.bytes();
     }
     return address;
+  }
+
+  private boolean areLent() {
+    return params.get(0).context().kept().areLent();
   }
 
   /** Of a copy of a float[]. */
@@ -81,6 +86,6 @@ final class Slot {
       return 0;
     }
     long expected = flat ? Math.max(count, gradient.elements(dtype)) : count;
-    return gradient.address(dtype, expected, false, "gradient", params.get(0));
+    return gradient.address(dtype, expected, areLent(), "gradient", params.get(0));
   }
 }

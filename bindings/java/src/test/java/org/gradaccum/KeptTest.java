@@ -7,6 +7,7 @@ import static org.gradaccum.Buffers.values;
 import static org.junit.jupiter.api.Assertions.assertArrayEquals;
 import static org.junit.jupiter.api.Assertions.assertEquals;
 import static org.junit.jupiter.api.Assertions.assertFalse;
+import static org.junit.jupiter.api.Assertions.assertThrows;
 import static org.junit.jupiter.api.Assertions.assertTrue;
 
 import java.lang.ref.WeakReference;
@@ -89,6 +90,31 @@ class KeptTest {
             .gradientLife(Config.GradientLife.LIVE)
             .nonfinite(nonfinite)
             .build());
+  }
+
+  @Test
+  void lentGradientsUntilTheStep() {
+    FloatBuffer w = floats(0);
+    Config lending = Config.builder().gradientLife(Config.GradientLife.LENT).build();
+    try (Context context = new Context(lending)) {
+      Param param = context.addParam(context.addGroup(sgd(1)), "w", w, 1);
+      WeakReference<Buffer> first = accumulate(context, 1, 1);
+      WeakReference<Buffer> second = accumulate(context, 1, 2);
+      assertTrue(goes(second));
+      assertFalse(goes(first));
+      context.accumulate(2, new float[] {4});
+      context.step();
+      assertEquals(-2.75f, w.get(0));
+      assertTrue(goes(first));
+      FloatBuffer readOnly = floats(1).asReadOnlyBuffer();
+      IllegalArgumentException refused =
+          assertThrows(IllegalArgumentException.class, () -> context.accumulate(1, readOnly));
+      assertTrue(refused.getMessage().contains("read-only"), refused.getMessage());
+      try (MicroBatch micro = context.beginMicroBatch(1)) {
+        assertThrows(IllegalArgumentException.class, () -> micro.accumulate(param, readOnly));
+        micro.end();
+      }
+    }
   }
 
   @Test
