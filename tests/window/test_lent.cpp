@@ -83,7 +83,9 @@ TEST_F(Lent, TheBitsOfConsumedGradients) {
         c.gradient_life = life;
         create(c);
         const ga_clip mode = clip(GA_CLIP_GLOBAL, 0.5);
-        if (clipped) EXPECT_OK(ga_context_set_clip(*ctx_, &mode));
+        if (clipped) {
+          EXPECT_OK(ga_context_set_clip(*ctx_, &mode));
+        }
         uint64_t seed = 1;
         for (const int micros : {1, 2, 5, 3}) {
           for (int k = 0; k < micros; ++k) {

@@ -68,7 +68,7 @@ void accumulate_chunk(const AccumulateTask& task, int64_t offset, int64_t count)
     if (b < n) {
       const Padded<T> end0(g0 + b, n - b);
       const Padded<T> end1(g1 + b, kSources == 2 ? n - b : 0);
-      Padded<T> end_a(a + b, kKeep ? n - b : 0);
+      Padded<T> end_a(a + b, kKeep != kNone ? n - b : 0);
       accumulate_groups<T, kSources, kKeep, kNoise>(keep, scale0, scale1, end_a.data, end0.data,
                                                     end1.data, whole_groups(n - b), lanes,
                                                     contribution);
@@ -102,7 +102,7 @@ GA_INLINE void accumulate_tile(const AccumulateTask& task) {
   if (whole < count) {
     const int64_t rest = count - whole;
     const Padded<float> end0(g0 + whole, rest), end1(g1 + whole, kSources == 2 ? rest : 0);
-    Padded<float> end_a(a + whole, kKeep ? rest : 0);
+    Padded<float> end_a(a + whole, kKeep != kNone ? rest : 0);
     accumulate_groups<float, kSources, kKeep, false>(keep, scale0, scale1, end_a.data, end0.data,
                                                      end1.data, whole_groups(rest), lanes, none);
     end_a.copy_to(a + whole, rest);
