@@ -885,7 +885,7 @@ TEST(BadArguments, OfConfig) {
       {"reduce -1", [](C c) { c.reduce = -1; }, kInvalidArgument, {"reduce", "-1"}},
       {"missing 9", [](C c) { c.missing = 9; }, kInvalidArgument, {"missing", "9"}},
       {"nonfinite 4", [](C c) { c.nonfinite = 4; }, kInvalidArgument, {"nonfinite", "4"}},
-      {"life 2", [](C c) { c.gradient_life = 2; }, kInvalidArgument, {"gradient_life", "2"}},
+      {"life 3", [](C c) { c.gradient_life = 3; }, kInvalidArgument, {"gradient_life", "3"}},
       {"scale 0", [](C c) { c.loss_scale = 0; }, kInvalidArgument, {"loss_scale", "0"}},
       {"scale NaN", [](C c) { c.loss_scale = NAN; }, kInvalidArgument, {"loss_scale", "nan"}},
       {"scale inf", [](C c) { c.loss_scale = INFINITY; }, kInvalidArgument, {"loss_scale", "inf"}},
