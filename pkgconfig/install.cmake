@@ -31,11 +31,7 @@ set(package_dir "${CMAKE_INSTALL_LIBDIR}/cmake/gradaccum")
 install(EXPORT gradaccumTargets NAMESPACE gradaccum:: DESTINATION "${package_dir}" ${development})
 configure_package_config_file(pkgconfig/gradaccumConfig.cmake.in gradaccumConfig.cmake
                               INSTALL_DESTINATION "${package_dir}")
-set(compatibility SameMajorVersion)
-if(PROJECT_VERSION_MAJOR EQUAL 0)  # a minor release may still change the ABI
-  set(compatibility SameMinorVersion)
-endif()
-write_basic_package_version_file(gradaccumConfigVersion.cmake COMPATIBILITY ${compatibility})
+write_basic_package_version_file(gradaccumConfigVersion.cmake COMPATIBILITY SameMajorVersion)
 install(FILES "${PROJECT_BINARY_DIR}/gradaccumConfig.cmake"
               "${PROJECT_BINARY_DIR}/gradaccumConfigVersion.cmake" DESTINATION "${package_dir}" ${development})
 
