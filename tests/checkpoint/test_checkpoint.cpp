@@ -1453,8 +1453,8 @@ TEST(Files, ASaveReplacesAFileAndALoadReadsIt) {
   Net net;
   net.train();
   for (int k = 0; k < 2; ++k) EXPECT_OK(ga_save(net.ctx, path.c_str(), nullptr));
-  std::ifstream file(path, std::ios::binary);
-  const Bytes bytes((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  const std::string text = contents(path);
+  const Bytes bytes(text.begin(), text.end());
   EXPECT_EQ(bytes, saved(net.ctx));
   Net other;
   EXPECT_OK(ga_load(other.ctx, path.c_str(), nullptr));
