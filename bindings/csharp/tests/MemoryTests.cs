@@ -49,7 +49,9 @@ namespace GradAccum.Tests {
     private static Context With(Config config, Func<float[]> data, int count = 1) {
       Context context = new Context(config);
       Group group = context.AddGroup(new Optimizer(OptimizerKind.Sgd) {Lr = 1});
-      for (int i = 0; i < count; ++i) context.AddParam(group, "w" + i, data(), new ParamOptions {Rows = Rows.Dense}, 4);
+      bool lends = config != null && config.GradientLife == GradientLife.Lent;  // which is refused with rows
+      ParamOptions options = new ParamOptions {Rows = lends ? Rows.None : Rows.Dense};
+      for (int i = 0; i < count; ++i) context.AddParam(group, "w" + i, data(), options, 4);
       return context;
     }
 
