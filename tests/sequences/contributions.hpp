@@ -275,6 +275,7 @@ class Contributions : public Settings {
     c.param = id;
     read(c, gradient, p.count, m);
     c.data = gradient;
+    c.factor = factor(m);
     return c;
   }
 
@@ -341,7 +342,7 @@ class Contributions : public Settings {
     const bool lives = first && c.data && config_.gradient_life != GA_GRADIENTS_CONSUMED;
     if (lives) {
       p.live_gradient = {c.data, p.count * size_of(p.dtype)};
-      p.live_factor = factor(open_micro());
+      p.live_factor = c.factor;
     } else if (!(is_lent(p) && p.live_factor > 0)) {
       p.live_gradient = {};
     }

@@ -197,6 +197,7 @@ struct Contribution {
   bool by_rows = false;
   std::vector<int64_t> rows;
   const void* data = nullptr;  // the program's memory, for whole gradients
+  double factor = 0;           // of such a gradient, to the sum
   bool finite = true;          // the program's gradient was finite
 };
 
