@@ -170,7 +170,10 @@ import gradaccum as ga
 path, precision = sys.argv[1:]
 p, g = array.array("f", [0.0] * 4), array.array("f", range(4))
 context = ga.Context()
-group = context.add_group(ga.Optimizer(ga.OptimizerKind.MUON, ns_precision=ga.Precision[precision]))
+try:
+    group = context.add_group(ga.Optimizer(ga.OptimizerKind.MUON, ns_precision=ga.Precision[precision]))
+except ga.Error as error:
+    sys.exit(print(error.status.name, error))
 context.add_param(group, "p", memoryview(p).cast("B").cast("f", [2, 2]))
 try:
     if precision == "BF16":
