@@ -116,7 +116,7 @@ TEST_F(Lent, TheNormIsKnownFromTheSecondGradientOn) {
 
 TEST_F(Lent, OneBufferIsLentOnce) {
   create(lending());
-  float* const a = gradient(1);
+  float* const a = buffers_.emplace_back(3 * kCount, 0.5f).data() + kCount;
   float* const b = gradient(2);
   const Block before(a, a + kCount);
   constexpr ga_status expected = GA_ERROR_INVALID_ARGUMENT;
