@@ -200,7 +200,7 @@ class Team::Pool {
     return workers_[count].get();
   }
 
-  Pool* const before_;  // of the parent, whose memory the child has still
+  [[maybe_unused]] Pool* const before_;  // of the parent, whose memory the child has still
   const uint32_t generation_;
   const int processors_;
   std::atomic<int> count_{0};
