@@ -18,7 +18,7 @@ using ModuleEntry = const void* (*)(char* error, size_t error_size);
 // static), then where the loader looks. Throws GA_ERROR_UNSUPPORTED, after which it may be called
 // again. Callable from any thread.
 const void* open_module(const char* name, int32_t abi);
-// The same, but NULL if there is no such file.
+// As open_module(), but returns NULL if the module's file is nowhere.
 const void* find_module(const char* name, int32_t abi);
 
 }  // namespace ga

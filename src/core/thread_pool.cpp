@@ -213,7 +213,7 @@ void Team::run(int threads, Share share, void* data) {
   const Pass pass = {share, data};
   Pool& pool = Pool::of_process();
   const auto wanted = std::min(static_cast<size_t>(std::max(threads - 1, 0)), workers_.size());
-  // Those of the last pass first, before the places of others go to them.
+  // The workers of the last pass are asked first, so that none of them is given another's place.
   for (size_t i = 0; i < wanted; ++i)
     if (workers_[i] && !workers_[i]->hand_over(pass, static_cast<int>(i) + 1))
       workers_[i] = nullptr;

@@ -12,8 +12,8 @@ namespace ga {
 // processors.
 int default_thread_count();
 
-// Those who work together on the passes of a context: the thread that calls, and workers, which a team has for the
-// length of a pass, the same ones each time as long as no other team has taken them, because their caches hold what
+// A team works on the passes of one context. It consists of the calling thread and of workers, which it has for the
+// length of a pass. It takes the same workers each time, unless another team has them, because their caches hold what
 // they worked on last.
 class Team {
  public:
