@@ -20,57 +20,6 @@
 namespace ga::test {
 namespace {
 
-// ---- What is written is read --------------------------------------------------------------------
-
-TEST(Disk, WritesAndReads) {
-  const Folder folder;
-  const std::string path = folder / "x";
-  for (const size_t size : {0, 1, 2, 4095, 4096, 100001}) {
-    std::string text(size, ' ');
-    for (size_t i = 0; i < size; ++i) text[i] = static_cast<char>(i * 2654435761u >> 13);
-    save(path, text);
-    EXPECT_EQ(contents(path), text);
-    EXPECT_EQ(load(path), text);
-    const FileReader reader(path.c_str());
-    EXPECT_EQ(reader.size(), static_cast<int64_t>(size));
-    char byte = 0;
-    for (size_t i = 0; i < size; i += 997) {
-      reader.read(static_cast<int64_t>(i), &byte, 1);
-      EXPECT_EQ(byte, text[i]);
-    }
-    reader.read(static_cast<int64_t>(size), nullptr, 0);
-    expect_io_error({"ended before byte " + std::to_string(size), "1 more"},
-                    [&] { reader.read(static_cast<int64_t>(size), &byte, 1); });
-    expect_io_error({"could not be read", "Invalid argument"}, [&] { reader.read(-1, &byte, 1); });
-  }
-  EXPECT_EQ(folder.names(), std::set<std::string>{"x"});
-}
-
-TEST(Disk, WritesAnywhere) {
-  const Folder folder;
-  FileWriter writer((folder / "x").c_str());
-  writer.write(5, "fgh", 3);
-  writer.write(6, "GH", 2);
-  writer.write(1, "b", 1);
-  writer.write(100, nullptr, 0);
-  writer.reserve(50);
-  writer.reserve(0);
-  writer.commit();
-  EXPECT_EQ(contents(folder / "x"), std::string("\0b\0\0\0fGH", 8));
-}
-
-TEST(Disk, OffsetsOutOfRange) {
-  const Folder folder;
-  put(folder / "x", "old");
-  for (const int64_t offset : {int64_t{-1}, INT64_MIN, INT64_MAX, INT64_MAX - 1}) {
-    FileWriter writer((folder / "x").c_str());
-    expect_io_error({"could not be written", "File too large"},
-                    [&] { writer.write(offset, "ab", 2); });
-    EXPECT_EQ(folder.names(), std::set<std::string>{"x"}) << "the temporary file was left";
-  }
-  EXPECT_EQ(contents(folder / "x"), "old");
-}
-
 TEST(Disk, NothingIsReplacedWithoutCommit) {
   const Folder folder;
   put(folder / "old", "old");
@@ -88,29 +37,6 @@ TEST(Disk, NothingIsReplacedWithoutCommit) {
   FileWriter((folder / "new").c_str());  // removes the one that could not be removed
   EXPECT_EQ(folder.names(), std::set<std::string>{"old"});
   EXPECT_EQ(contents(folder / "old"), "old");
-}
-
-TEST(Disk, PathsWithoutAName) {
-  for (const char* path : {static_cast<const char*>(nullptr), ""}) {
-    EXPECT_EQ(result_of([&] { FileWriter writer(path); }).status, GA_ERROR_INVALID_ARGUMENT);
-    EXPECT_EQ(result_of([&] { FileReader reader(path); }).status, GA_ERROR_INVALID_ARGUMENT);
-  }
-}
-
-TEST(Disk, WritersThatHaveEnded) {
-  const Folder folder;
-  FileWriter writer((folder / "x").c_str());
-  writer.commit();
-  const auto ended = [](FileWriter& w) {
-    EXPECT_EQ(result_of([&] { w.write(0, "", 0); }).status, GA_ERROR_INTERNAL);
-    EXPECT_EQ(result_of([&] { w.reserve(1); }).status, GA_ERROR_INTERNAL);
-    EXPECT_EQ(result_of([&] { w.commit(); }).status, GA_ERROR_INTERNAL);
-  };
-  ended(writer);
-  FileWriter failed((folder / "y").c_str());
-  expect_io_error({}, [&] { failed.write(-1, "a", 1); });
-  ended(failed);
-  EXPECT_EQ(folder.names(), std::set<std::string>{"x"});
 }
 
 // ---- Links, permissions, names ------------------------------------------------------------------
