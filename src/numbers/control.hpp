@@ -235,6 +235,7 @@ struct Control {
   int64_t ticket;        // WindowTotals::ticket
   bool go;               // the step is applied
   double mean;           // 1 / weight under GA_REDUCE_MEAN, else 1
+  double average_gain;   // 1 - d of an EMA that has begun, see ga_ema_kind
   int64_t nonfinite_at;  // first parameter with a nonfinite gradient; -1: none
   ga_step_result result;
 };

@@ -131,7 +131,7 @@ class Predictor {
     c.sums = brought_by(*t.settings, c, totals);
     c.mean = mean_of(*t.settings, c.sums.weight);
     c.go = true;
-    ++c.steps;
+    count_step(*t.settings, c);
     for (int64_t k = 0; k < t.groups; ++k) {
       plan_group(t, k);
       t.group_states[k].clip_factor = 1;

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "backend/decide/sums.hpp"
+#include "core/elementary.hpp"
 
 namespace ga {
 
@@ -130,6 +131,16 @@ GA_HD void decide_outcome(const ScalarTables& t) {
   }
 }
 
+// Counts a step that is applied, on which the EMA depends.
+GA_HD void count_step(const Settings& set, Control& c) {
+  ++c.steps;
+  const ga_ema& e = set.ema;
+  const double decay = e.kind == GA_EMA_TORCH
+                           ? e.decay
+                           : real_power(1 - 1 / static_cast<double>(c.steps), e.gamma + 1);
+  c.average_gain = 1 - decay;
+}
+
 // Advances the counters and the loss scale. A rejected window does not count: ga_step returns an
 // error, and the window stays until the program discards it, on every rank.
 GA_HD void count_window(const ScalarTables& t) {
@@ -147,7 +158,10 @@ GA_HD void count_window(const ScalarTables& t) {
   c.loss_scale = static_cast<float>(set.scaled ? c.scaler.scale : set.loss_scale);
   c.dropped += r.window_dropped;
   ++c.windows;
-  ++(c.go ? c.steps : c.skipped);
+  if (c.go)
+    count_step(set, c);
+  else
+    ++c.skipped;
   r.windows = c.windows;
   r.steps = c.steps;
   r.skipped = c.skipped;

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "backend/decide/outcome.hpp"
-#include "core/elementary.hpp"
 
 namespace ga {
 
@@ -178,10 +177,7 @@ GA_DEVICE void plan_param(ThreadGroup& threads, const ScalarTables& t, int64_t i
   if (!c.go) return;
   if (p.average) {
     plan.actions |= kFollow;
-    const double steps = static_cast<double>(c.steps);
-    const ga_ema& e = t.settings->ema;
-    const double decay = e.kind == GA_EMA_TORCH ? e.decay : real_power(1 - 1 / steps, e.gamma + 1);
-    plan.average_gain = s.averaged ? 1 - decay : 1;
+    plan.average_gain = s.averaged ? c.average_gain : 1;
     s.averaged = true;
   }
   if (p.stochastic) {
