@@ -78,10 +78,11 @@ class alignas(64) Team::Worker {
  public:
   bool hand_over(const Pass& pass, int self) {
     uintptr_t state = state_.load(std::memory_order_relaxed);
-    if (state != kIdle && state != kAsleep) return false;
-    if (!state_.compare_exchange_strong(state, kTaken, std::memory_order_acq_rel,
-                                        std::memory_order_relaxed))
-      return false;
+    do {
+      if (state != kIdle && state != kAsleep) return false;
+      // This fails when the worker falls asleep, or another team takes it, just then.
+    } while (!state_.compare_exchange_weak(state, kTaken, std::memory_order_acq_rel,
+                                           std::memory_order_relaxed));
     self_ = self;
     state_.store(address(pass), std::memory_order_release);
     if (state == kAsleep) notify();
