@@ -17,28 +17,24 @@
 
 namespace ga::cpu {
 
-const Kernels& kernels_scalar();
-const BnKernels& batchnorm_kernels_scalar();
-const ga_matmul_module& products_scalar();
-#if defined(__x86_64__)
-const Kernels& kernels_x86_64_v2();
-const Kernels& kernels_x86_64_v3();
-const Kernels& kernels_x86_64_v4();
-const BnKernels& batchnorm_kernels_x86_64_v2();
-const BnKernels& batchnorm_kernels_x86_64_v3();
-const BnKernels& batchnorm_kernels_x86_64_v4();
-const ga_matmul_module& products_x86_64_v2();
-const ga_matmul_module& products_x86_64_v3();
-const ga_matmul_module& products_x86_64_v4();
-#elif defined(__aarch64__)
-const Kernels& kernels_neon();
-const BnKernels& batchnorm_kernels_neon();
-const ga_matmul_module& products_neon();
-#endif
+// GA_EACH_ISA_LEVEL(X) of the build is X(scalar), and X of each other level, from the lowest up.
+#define GA_DECLARE(level)                       \
+  const Kernels& kernels_##level();             \
+  const BnKernels& batchnorm_kernels_##level(); \
+  const ga_matmul_module& products_##level();
+GA_EACH_ISA_LEVEL(GA_DECLARE)
+#undef GA_DECLARE
 
 namespace {
 
+struct Processor {
+  const char* level;
+  bool (*has)();
+};
+
 bool always() { return true; }
+
+constexpr Processor scalar = {"scalar", always};
 
 #if defined(__x86_64__)
 
@@ -81,24 +77,20 @@ bool has_v4() {
          has(saved_registers(), {5, 6, 7});
 }
 
-constexpr Isa levels[] = {
-    {"scalar", always, kernels_scalar, batchnorm_kernels_scalar, products_scalar},
-    {"x86-64-v2", has_v2, kernels_x86_64_v2, batchnorm_kernels_x86_64_v2, products_x86_64_v2},
-    {"x86-64-v3", has_v3, kernels_x86_64_v3, batchnorm_kernels_x86_64_v3, products_x86_64_v3},
-    {"x86-64-v4", has_v4, kernels_x86_64_v4, batchnorm_kernels_x86_64_v4, products_x86_64_v4}};
+[[maybe_unused]] constexpr Processor x86_64_v2 = {"x86-64-v2", has_v2};
+[[maybe_unused]] constexpr Processor x86_64_v3 = {"x86-64-v3", has_v3};
+[[maybe_unused]] constexpr Processor x86_64_v4 = {"x86-64-v4", has_v4};
 
 #elif defined(__aarch64__)
 
-constexpr Isa levels[] = {
-    {"scalar", always, kernels_scalar, batchnorm_kernels_scalar, products_scalar},
-    {"neon", always, kernels_neon, batchnorm_kernels_neon, products_neon}};
-
-#else
-
-constexpr Isa levels[] = {
-    {"scalar", always, kernels_scalar, batchnorm_kernels_scalar, products_scalar}};
+[[maybe_unused]] constexpr Processor neon = {"neon", always};
 
 #endif
+
+#define GA_LEVEL(name) \
+  {name.level, name.has, kernels_##name, batchnorm_kernels_##name, products_##name},
+constexpr Isa levels[] = {GA_EACH_ISA_LEVEL(GA_LEVEL)};
+#undef GA_LEVEL
 
 // Prefetching instructions made AdamW and norms 12 to 15 % faster on memory with an Intel processor
 // (Sapphire Rapids). With AMD's family 25, model 17, they made nearly all passes slower: f32 by about a tenth,

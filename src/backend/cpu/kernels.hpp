@@ -33,13 +33,5 @@ struct Isa {
 
 // The level that GA_CPU_ISA names, else the best one of this processor. Throws Error.
 const Isa& choose_isa();
-// The levels in this build.
-#if defined(__x86_64__)
-#define GA_CPU_ISA_NAMES "scalar x86-64-v2 x86-64-v3 x86-64-v4"
-#elif defined(__aarch64__)
-#define GA_CPU_ISA_NAMES "scalar neon"
-#else
-#define GA_CPU_ISA_NAMES "scalar"
-#endif
 
 }  // namespace ga::cpu
