@@ -39,7 +39,7 @@ class UnloadTest {
   @Test
   void classLoadersAreCollected() throws Exception {
     reload(
-        50,
+        12,
         System.getProperty("gradaccum.test.plain"),
         "-Dgradaccum.native.path=" + System.getProperty("gradaccum.native.path"));
   }
