@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A regression that Keras trains by whole batches and the library by windows, in f64."""
 
-import collections
 import os
 import zlib
 from collections.abc import Callable, Sequence
@@ -43,17 +42,20 @@ def pytest_configure(config: Any) -> None:
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
     peers = BACKEND == "tensorflow" and os.environ.get("GA_PEERS_PYTHON")
-    cases = collections.Counter(item.nodeid.partition("[")[0] for item in items)
+    functions: dict[str, list[str]] = {}
+    for item in items:
+        functions.setdefault(item.nodeid.partition("[")[0], []).append(item.nodeid)
 
     def is_here(item: Any) -> bool:
         backends = next(item.iter_markers("only"), _ALL).args
         if BACKEND not in backends or (item.get_closest_marker("peer") and not peers):
             return False
-        # Many cases of one function are shared out, so that each runs once, and each backend has some of them.
-        function = item.nodeid.partition("[")[0]
-        if not os.environ.get("GA_TEST_SHARED") or len(backends) != 3 or cases[function] < 6:
+        # Many cases of one function are dealt out, so that each runs once, and each backend has some of them.
+        cases = functions[item.nodeid.partition("[")[0]]
+        if not os.environ.get("GA_TEST_SHARED") or len(backends) != 3 or len(cases) < 6:
             return True
-        return _ALL.args[zlib.crc32(item.name.encode()) % 3] == BACKEND
+        cases.sort(key=lambda case: zlib.crc32(case.encode()))
+        return _ALL.args[cases.index(item.nodeid) % 3] == BACKEND
 
     others = [item for item in items if not is_here(item)]
     config.hook.pytest_deselected(items=others)
