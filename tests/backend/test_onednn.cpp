@@ -45,9 +45,9 @@ class Table : public testing::Test {
 
   void multiply(int64_t m, int64_t n, int64_t k, float alpha, const Factor& a, const Factor& b,
                 float beta, Matrix& c) {
-    const char* error =
-        module_->multiply(m, n, k, alpha, a.stored.data(), a.stored.ld(), a.transposed,
-                          b.stored.data(), b.stored.ld(), b.transposed, beta, c.data(), c.ld());
+    const char* error = module_->multiply(m, n, k, alpha, a.stored.data(), a.stored.ld(),
+                                          a.transposed, b.stored.data(), b.stored.ld(),
+                                          b.transposed, beta, c.data(), c.ld(), nullptr);
     ASSERT_EQ(error, nullptr) << error;
   }
 
@@ -195,15 +195,19 @@ TEST_P(Products, EmptyProducts) {
   Matrix c(3, 5, 7, 1);
   Matrix before = c;
   for (const float beta : {0.0f, 1.0f}) {
-    EXPECT_EQ(module_->multiply(0, 5, 4, 1, nullptr, 4, 0, nullptr, 5, 0, beta, nullptr, 5),
-              nullptr);
-    EXPECT_EQ(module_->multiply(3, 0, 4, 1, nullptr, 4, 0, nullptr, 1, 0, beta, c.data(), 7),
-              nullptr);
+    EXPECT_EQ(
+        module_->multiply(0, 5, 4, 1, nullptr, 4, 0, nullptr, 5, 0, beta, nullptr, 5, nullptr),
+        nullptr);
+    EXPECT_EQ(
+        module_->multiply(3, 0, 4, 1, nullptr, 4, 0, nullptr, 1, 0, beta, c.data(), 7, nullptr),
+        nullptr);
   }
-  EXPECT_EQ(module_->multiply(3, 5, 0, 2, nullptr, 0, 0, nullptr, 5, 0, 1, c.data(), 7), nullptr);
+  EXPECT_EQ(module_->multiply(3, 5, 0, 2, nullptr, 0, 0, nullptr, 5, 0, 1, c.data(), 7, nullptr),
+            nullptr);
   EXPECT_TRUE(same_bits(c.all(), before.all()));
   c.at(1, 2) = kNan;
-  EXPECT_EQ(module_->multiply(3, 5, 0, 2, nullptr, 0, 0, nullptr, 5, 0, 0, c.data(), 7), nullptr);
+  EXPECT_EQ(module_->multiply(3, 5, 0, 2, nullptr, 0, 0, nullptr, 5, 0, 0, c.data(), 7, nullptr),
+            nullptr);
   for (int64_t i = 0; i < 3; ++i)
     for (int64_t j = 0; j < 5; ++j) before.at(i, j) = 0;
   EXPECT_TRUE(same_bits(c.all(), before.all()));
@@ -211,8 +215,8 @@ TEST_P(Products, EmptyProducts) {
 
 TEST_P(Products, SaysWhatItRefuses) {
   float x[4] = {};
-  EXPECT_NE(module_->multiply(2, 2, 2, 1, x, 1, 0, x, 2, 0, 0, x, 2), nullptr);  // lda < k
-  EXPECT_NE(module_->multiply(-1, 2, 2, 1, x, 2, 0, x, 2, 0, 0, x, 2), nullptr);
+  EXPECT_NE(module_->multiply(2, 2, 2, 1, x, 1, 0, x, 2, 0, 0, x, 2, nullptr), nullptr);  // lda < k
+  EXPECT_NE(module_->multiply(-1, 2, 2, 1, x, 2, 0, x, 2, 0, 0, x, 2, nullptr), nullptr);
 }
 
 // A non-finite element affects its row or column only.
@@ -250,7 +254,7 @@ TEST_P(Products, CountsIn64Bits) {
     std::copy_n(&a.stored.data()[i * columns], columns, far + i * ld);
   Matrix c(columns, columns, columns, 3);
   EXPECT_EQ(module_->multiply(columns, columns, rows, 1, far, ld, 1, b.stored.data(), columns, 0, 0,
-                              c.data(), columns),
+                              c.data(), columns, nullptr),
             nullptr);
   for (int64_t i = 0; i < columns; ++i)
     for (int64_t j = 0; j < columns; ++j) {
@@ -273,7 +277,7 @@ TEST_P(Products, KeepsNothing) {
     for (int64_t m = 1; m <= 64; ++m)
       for (int64_t n = 1; n <= 128; n += 3)
         if (module_->multiply(m, n, 64, 0.5f, a.stored.data(), 64, 1, b.stored.data(), 128, 0, 1,
-                              c.data(), 128))
+                              c.data(), 128, nullptr))
           return false;
     return true;
   };
@@ -298,8 +302,10 @@ TEST(OwnProducts, SameBits) {
     const Matrix before(m, n, n, 3);
     const auto run = [&](const ga_matmul_module& table, int64_t row, int64_t rows, Matrix& c) {
       const float* const from = a.stored.data() + row * (a.transposed ? 1 : a.stored.ld());
+      std::vector<float> workspace(static_cast<size_t>(table.workspace), -7.0f);
       EXPECT_EQ(table.multiply(rows, n, k, 0.3f, from, a.stored.ld(), a.transposed, b.stored.data(),
-                               b.stored.ld(), b.transposed, beta, c.data() + row * n, n),
+                               b.stored.ld(), b.transposed, beta, c.data() + row * n, n,
+                               workspace.data()),
                 nullptr);
     };
     Matrix expected = before;

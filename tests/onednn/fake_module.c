@@ -11,9 +11,9 @@
 
 static const char* multiply(int64_t m, int64_t n, int64_t k, float alpha, const float* a,
                             int64_t lda, int transpose_a, const float* b, int64_t ldb,
-                            int transpose_b, float beta, float* c, int64_t ldc) {
+                            int transpose_b, float beta, float* c, int64_t ldc, float* workspace) {
   (void)m, (void)n, (void)k, (void)alpha, (void)a, (void)lda, (void)transpose_a, (void)b, (void)ldb;
-  (void)transpose_b, (void)beta, (void)ldc;
+  (void)transpose_b, (void)beta, (void)ldc, (void)workspace;
   c[0] = 42; /* a partial result */
   return "the engine broke";
 }
@@ -21,7 +21,7 @@ static const char* multiply(int64_t m, int64_t n, int64_t k, float alpha, const 
 const void* ga_module_onednn(char* error, size_t error_size);
 
 const void* ga_module_onednn(char* error, size_t error_size) {
-  static const ga_matmul_module module = {FAKE_ABI, "a fake oneDNN", multiply, NULL};
+  static const ga_matmul_module module = {FAKE_ABI, "a fake oneDNN", multiply, NULL, 0};
   (void)error, (void)error_size;
   return &module;
 }

@@ -39,7 +39,7 @@ class MatmulEngine {
   Threads& threads_;
   const ga_matmul_module& own_;
   const ga_matmul_module* module_ = nullptr;
-  std::vector<float> scratch_;    // a band for each thread
+  std::vector<float> scratch_;    // for each thread, as a Job has it
   std::vector<float> converted_;  // matrices
   int64_t cache_ = 0;             // bytes of the L2 cache of a core
 };

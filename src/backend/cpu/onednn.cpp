@@ -54,7 +54,7 @@ const char* text_of(dnnl_status_t status) {
 
 const char* multiply(int64_t m, int64_t n, int64_t k, float alpha, const float* a, int64_t lda,
                      int transpose_a, const float* b, int64_t ldb, int transpose_b, float beta,
-                     float* c, int64_t ldc) noexcept {
+                     float* c, int64_t ldc, float*) noexcept {
   if (m == 0 || n == 0) return nullptr;
   if (k == 0) {  // an empty sum, for which oneDNN would still check a and b
     if (beta == 0)
@@ -195,7 +195,8 @@ extern "C" __attribute__((visibility("default"))) const void* ga_module_onednn(c
     ga_matmul_module table;
     explicit Module(const dnnl_version_t& v)
         : text{},
-          table{GA_MATMUL_ABI, text, multiply, has_products_of_bf16() ? multiply_bf16 : nullptr} {
+          table{GA_MATMUL_ABI, text, multiply, has_products_of_bf16() ? multiply_bf16 : nullptr,
+                0} {
       std::snprintf(text, sizeof text, "oneDNN %d.%d.%d", v.major, v.minor, v.patch);
     }
   };

@@ -6,7 +6,6 @@
 // products in their order, each rounded (no contraction to FMA), in blocks of kDepth, which are scaled and added to c
 // one after the other.
 #include <cstdint>
-#include <cstdlib>
 
 #include "backend/cpu/matmul_module.h"
 
@@ -97,7 +96,7 @@ void sum_tile(int64_t depth, const float* a, const float* b, float* to) {
 
 const char* multiply(int64_t m, int64_t n, int64_t k, float alpha, const float* a, int64_t lda,
                      int transpose_a, const float* b, int64_t ldb, int transpose_b, float beta,
-                     float* c, int64_t ldc) noexcept {
+                     float* c, int64_t ldc, float* workspace) noexcept {
   if (m < 0 || n < 0 || k < 0) return "arguments refused";
   if (m == 0 || n == 0) return nullptr;
   if (ldc < n || (k > 0 && (lda < (transpose_a ? m : k) || ldb < (transpose_b ? k : n))))
@@ -109,10 +108,7 @@ const char* multiply(int64_t m, int64_t n, int64_t k, float alpha, const float* 
   }
   const Factor left = {a, transpose_a ? 1 : lda, transpose_a ? lda : 1};
   const Factor right = {b, transpose_b ? ldb : 1, transpose_b ? 1 : ldb};
-  float* const room =
-      static_cast<float*>(std::malloc(sizeof(float) * kDepth * (kBlockRows + kBlockColumns)));
-  if (!room) return "out of memory";
-  float *const rows_of_a = room, *const columns_of_b = room + kDepth * kBlockRows;
+  float *const rows_of_a = workspace, *const columns_of_b = workspace + kDepth * kBlockRows;
   for (int64_t p = 0; p < k; p += kDepth) {
     const int64_t depth = least(kDepth, k - p);
     const float keep = p == 0 ? beta : 1;
@@ -144,12 +140,11 @@ const char* multiply(int64_t m, int64_t n, int64_t k, float alpha, const float* 
       }
     }
   }
-  std::free(room);
   return nullptr;
 }
 
 constexpr ga_matmul_module products = {GA_MATMUL_ABI, "the library's own products", multiply,
-                                       nullptr};
+                                       nullptr, kDepth*(kBlockRows + kBlockColumns)};
 
 }  // namespace
 
