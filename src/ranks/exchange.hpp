@@ -103,7 +103,8 @@ class Exchange final : public Ranks {
   void each_piece(ga_param id, const Array& own, int64_t count, const TakePiece& take) override;
 
  private:
-  static constexpr uint64_t kDense = ~uint64_t{0};  // in place of a number of rows
+  static constexpr int64_t kRowBytes = int64_t{8} << 20;  // of rows, at most, in one exchange
+  static constexpr uint64_t kDense = ~uint64_t{0};        // in place of a number of rows
   enum Call : int64_t { kSetComm = 1, kBegin, kStep, kDiscard, kOther };
   using Items = RankState::Items;
 

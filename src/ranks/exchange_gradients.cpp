@@ -14,7 +14,6 @@
 namespace ga {
 namespace {
 
-constexpr int64_t kRowBytes = int64_t{8} << 20;   // of an exchange
 constexpr size_t kGroupBytes = size_t{64} << 20;  // of memory for a group of buckets
 
 int64_t size_of(int32_t dtype) { return dtype_info(dtype).size; }

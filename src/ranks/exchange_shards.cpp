@@ -12,7 +12,6 @@ namespace ga {
 namespace {
 
 constexpr int64_t kDividedBytes = int64_t{256} << 10;  // smaller parameters are whole on one rank
-constexpr int64_t kRowBytes = int64_t{8} << 20;        // of an exchange
 
 }  // namespace
 

@@ -10,7 +10,6 @@ import gradaccum.keras as gk
 import pytest
 
 
-@pytest.mark.only("jax")  # one of them, since the types are the same on all
 def test_types_are_strict(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("mypy", reason="mypy is not installed")
     folder = pathlib.Path(gk.__file__).parents[1]
