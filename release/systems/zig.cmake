@@ -7,9 +7,11 @@ execute_process(COMMAND "${CMAKE_CURRENT_LIST_DIR}/../../tests/environments" zig
 cmake_path(GET python PARENT_PATH zig)
 file(GLOB zig "${zig}/../lib/python3*/site-packages/ziglang/zig")
 
+# zig compiles the libraries of a system when it first links for it, which takes minutes: those of C++ once for builds
+# that are optimised and once for others, as CMake's checks would be.
 macro(ga_zig_target name)
-  set(CMAKE_C_COMPILER "${zig}" cc -target ${name})
-  set(CMAKE_CXX_COMPILER "${zig}" c++ -target ${name})
+  set(CMAKE_C_COMPILER "${zig}" cc -target ${name} -O2)
+  set(CMAKE_CXX_COMPILER "${zig}" c++ -target ${name} -O2)
   foreach(language IN ITEMS C CXX)
     set(CMAKE_${language}_COMPILER_AR "${zig}")
     set(CMAKE_${language}_COMPILER_RANLIB "${zig}")
