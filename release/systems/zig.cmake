@@ -8,10 +8,11 @@ cmake_path(GET python PARENT_PATH zig)
 file(GLOB zig "${zig}/../lib/python3*/site-packages/ziglang/zig")
 
 # zig compiles the libraries of a system when it first links for it, which takes minutes: those of C++ once for builds
-# that are optimised and once for others, as CMake's checks would be.
+# that are optimised and once for others, as CMake's checks would be. What is not optimised would want zig's library of
+# UndefinedBehaviorSanitizer, which only programs without any optimisation are linked with.
 macro(ga_zig_target name)
-  set(CMAKE_C_COMPILER "${zig}" cc -target ${name} -O2)
-  set(CMAKE_CXX_COMPILER "${zig}" c++ -target ${name} -O2)
+  set(CMAKE_C_COMPILER "${zig}" cc -target ${name} -O2 -fno-sanitize=undefined)
+  set(CMAKE_CXX_COMPILER "${zig}" c++ -target ${name} -O2 -fno-sanitize=undefined)
   foreach(language IN ITEMS C CXX)
     set(CMAKE_${language}_COMPILER_AR "${zig}")
     set(CMAKE_${language}_COMPILER_RANLIB "${zig}")
