@@ -47,7 +47,7 @@ class Table : public testing::Test {
                 float beta, Matrix& c) {
     const char* error = module_->multiply(m, n, k, alpha, a.stored.data(), a.stored.ld(),
                                           a.transposed, b.stored.data(), b.stored.ld(),
-                                          b.transposed, beta, c.data(), c.ld(), nullptr);
+                                          b.transposed, beta, c.data(), c.ld(), workspace());
     ASSERT_EQ(error, nullptr) << error;
   }
 
@@ -77,7 +77,13 @@ class Table : public testing::Test {
     ASSERT_TRUE(same_bits(c.all(), Matrix(before).all())) << "wrote outside c";
   }
 
+  float* workspace() {
+    workspace_.resize(static_cast<size_t>(module_->workspace));
+    return workspace_.data();
+  }
+
   const ga_matmul_module* module_ = nullptr;
+  std::vector<float> workspace_;
 };
 
 class OneDnn : public Table {
@@ -254,7 +260,7 @@ TEST_P(Products, CountsIn64Bits) {
     std::copy_n(&a.stored.data()[i * columns], columns, far + i * ld);
   Matrix c(columns, columns, columns, 3);
   EXPECT_EQ(module_->multiply(columns, columns, rows, 1, far, ld, 1, b.stored.data(), columns, 0, 0,
-                              c.data(), columns, nullptr),
+                              c.data(), columns, workspace()),
             nullptr);
   for (int64_t i = 0; i < columns; ++i)
     for (int64_t j = 0; j < columns; ++j) {
@@ -277,7 +283,7 @@ TEST_P(Products, KeepsNothing) {
     for (int64_t m = 1; m <= 64; ++m)
       for (int64_t n = 1; n <= 128; n += 3)
         if (module_->multiply(m, n, 64, 0.5f, a.stored.data(), 64, 1, b.stored.data(), 128, 0, 1,
-                              c.data(), 128, nullptr))
+                              c.data(), 128, workspace()))
           return false;
     return true;
   };
