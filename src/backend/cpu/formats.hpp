@@ -223,8 +223,8 @@ GA_INLINE void stochastic(uint64_t key, uint64_t index, int64_t count, Body&& bo
 }
 
 template <class T>
-void store_bf16(void* data, int64_t offset, int64_t count, const T* tile, uint64_t index,
-                const Rounding& rounding) {
+[[gnu::noinline]] void store_bf16(void* data, int64_t offset, int64_t count, const T* tile,
+                                  uint64_t index, const Rounding& rounding) {
   uint16_t* const __restrict x = static_cast<uint16_t*>(data) + offset;
   if (!rounding.stochastic) {
     for (int64_t i = 0; i < count; ++i) x[i] = to_bf16(static_cast<float>(tile[i]));
@@ -238,8 +238,9 @@ void store_bf16(void* data, int64_t offset, int64_t count, const T* tile, uint64
 // Stores two arrays, rounded stochastically by the lower and the upper halves of the same random
 // bits.
 template <class T>
-void store_bf16_pair(const Array& a, const Array& b, int64_t offset, int64_t count, const T* tile_a,
-                     const T* tile_b, uint64_t index, uint64_t key) {
+[[gnu::noinline]] void store_bf16_pair(const Array& a, const Array& b, int64_t offset,
+                                       int64_t count, const T* tile_a, const T* tile_b,
+                                       uint64_t index, uint64_t key) {
   uint16_t* const __restrict x = static_cast<uint16_t*>(a.data) + offset;
   uint16_t* const __restrict y = static_cast<uint16_t*>(b.data) + offset;
   stochastic(key, index, count, [&](int64_t i, uint32_t random) GA_INLINE_BODY {

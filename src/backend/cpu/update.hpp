@@ -38,11 +38,11 @@ struct Stream {
   }
 };
 
-// Copies the last elements of an array that is not written where it lies, padded to whole groups; and writes a
-// block elsewhere: past the caches block by block, since tile by tile took 1.5 times as long on one core. Every Op
-// calls these, which would be large if each had them inlined.
+// Copies the last elements of an array, padded to whole groups; and writes a block elsewhere: past the caches block by
+// block, since tile by tile took 1.5 times as long on one core. Every Op calls these, which would be large if each had
+// them inlined.
 template <class T>
-[[gnu::noinline]] T* pad_out_of_place(const T* from, int64_t count, T* block) {
+[[gnu::noinline]] T* pad_end(const T* from, int64_t count, T* block) {
   const Padded<T> end(from, count);
   std::memcpy(block, end.data, static_cast<size_t>(whole_groups(count)) * sizeof(T));
   return block;
@@ -59,7 +59,8 @@ template <class T>
 
 // Updates the EMA of a parameter.
 template <class T, bool kOutOfPlace>
-GA_INLINE void move_average(const UpdateTask& task, int64_t offset, int64_t count, const T* p) {
+[[gnu::noinline]] void move_average(const UpdateTask& task, int64_t offset, int64_t count,
+                                    const T* p) {
   const auto index = static_cast<uint64_t>(task.first + offset);
   const T gain = static_cast<T>(task.plan->average_gain);
   const Targets* const targets = kOutOfPlace ? task.plan->targets : nullptr;
@@ -118,7 +119,7 @@ class Scaled {
   GA_INLINE T operator()(T x) const { return x * factors_[0] * factors_[1]; }
 
   GA_INLINE bool in_tile() const { return in_tile_; }
-  void pass(const T* g, int64_t count, T* tile) const {
+  [[gnu::noinline]] void pass(const T* g, int64_t count, T* tile) const {
     for (int64_t i = 0; i < count; ++i) tile[i] = view_(g[i]);
   }
 
@@ -179,38 +180,19 @@ struct UpdateTile {
       state[k].template prefetch<kPass.writes_state && !kOutOfPlace>(b);
   }
 
-  // Runs body(g, p, state, b, n) over blocks at b of whole groups, of which n elements are not
-  // padding.
-  template <class Body>
-  GA_INLINE void each_block(const UpdateTask& task, int64_t count, Body&& body) {
+  // Runs body(g, p, state, b) over the whole blocks at b, and end(g, p, state, b, n) on what is left, n elements.
+  template <class Body, class End>
+  GA_INLINE void each_block(int64_t count, Body&& body, End&& end) {
+    T* s[kSlots + 1];
     int64_t b = 0;
     for (; b + kBlock <= count; b += kBlock) {
       prefetch(b);
-      T* s[kSlots + 1];
       for (int k = 0; k < kSlots; ++k) s[k] = state[k].data + b;
-      body(kPass.gradient ? g + b : nullptr, p.data + b, s, b, kBlock);
+      body(kPass.gradient ? g + b : nullptr, p.data + b, s, b);
     }
-    const int64_t rest = count - b;
-    if (rest == 0) return;
-    const Padded<T> end_g(g + b, kPass.gradient ? rest : 0);
-    Padded<T> end_p(p.data + b, kPass.parameter ? rest : 0);
-    T* s[kSlots + 1];
-    if (task.padded_state) {
-      for (int k = 0; k < kSlots; ++k) s[k] = state[k].data + b;
-      body(end_g.data, end_p.data, s, b, rest);
-    } else {
-      alignas(64) T ends[(kSlots + 1) * kBlock];
-      for (int k = 0; k < kSlots; ++k) {
-        s[k] = ends + k * kBlock;
-        const Padded<T> end(state[k].data + b, rest);
-        std::memcpy(s[k], end.data, static_cast<size_t>(whole_groups(rest)) * sizeof(T));
-      }
-      body(end_g.data, end_p.data, s, b, rest);
-      if (kPass.writes_state)
-        for (int k = 0; k < kSlots; ++k)
-          std::memcpy(state[k].data + b, s[k], static_cast<size_t>(rest) * sizeof(T));
-    }
-    if (!kMeasuring) end_p.copy_to(p.data + b, rest);
+    if (b == count) return;
+    for (int k = 0; k < kSlots; ++k) s[k] = state[k].data + b;
+    end(kPass.gradient ? g + b : nullptr, p.data + b, s, b, count - b);
   }
 
   // As each_block(), where arrays are written elsewhere. Runs body(g, p, state, new_p, new_state, b, n): new_p and
@@ -227,14 +209,13 @@ struct UpdateTile {
         s[k] = new_s[k] = state[k].data + b;
         if (!state[k].out) continue;
         new_s[k] = blocks + k * kBlock;
-        if (end) s[k] = pad_out_of_place(s[k], n, new_s[k]);
+        if (end) s[k] = pad_end(s[k], n, new_s[k]);
       }
       T *q = p.data + b, *new_q = q;
       if (p.out) new_q = p.tile + b;
-      if (kPass.parameter && end && p.in_place) q = new_q = pad_out_of_place(q, n, p.tile + b);
+      if (kPass.parameter && end && p.in_place) q = new_q = pad_end(q, n, p.tile + b);
       T* const end_g = blocks + kSlots * kBlock;
-      body(kPass.gradient && end ? pad_out_of_place(g + b, n, end_g) : g + b, q, s, new_q, new_s, b,
-           n);
+      body(kPass.gradient && end ? pad_end(g + b, n, end_g) : g + b, q, s, new_q, new_s, b, n);
       for (int k = 0; k < kSlots; ++k)
         if (state[k].out) write_out_of_place<T>(targets->stream, state[k].out + b, new_s[k], n);
       if (p.out) write_out_of_place<T>(targets->stream, p.out + b, new_q, n);
@@ -278,6 +259,37 @@ GA_INLINE void update_groups(const Op& op, const Scaled<typename Op::Real>& scal
   }
 }
 
+// The last elements of arrays, fewer than a block, padded to whole groups. A function of its own, since a compiler takes
+// as long for the second copy of an Op's loop as for the first.
+template <class Op>
+[[gnu::noinline]] void update_end(const UpdateTask& task, const typename Op::Real* g,
+                                  typename Op::Real* p, typename Op::Real* const* state,
+                                  int64_t count) {
+  using T = typename Op::Real;
+  using Tile = UpdateTile<Op, false>;
+  const Op op = *reinterpret_cast<const Op*>(task.plan->folded.bytes);
+  const Scaled<T> scaled(task.gradient);
+  const int64_t groups = whole_groups(count);
+  const Padded<T> end_g(g, Op::updating.gradient ? count : 0);
+  Padded<T> end_p(p, count);
+  if (task.padded_state) {
+    update_groups(op, scaled, end_g.data, end_p.data, state, end_p.data, state, groups);
+  } else {
+    alignas(64) T ends[Tile::kSlots + 1][kBlock];
+    T* s[Tile::kSlots + 1];
+    for (int k = 0; k < Tile::kSlots; ++k) {
+      const Padded<T> end(state[k], count);
+      s[k] = ends[k];
+      std::memcpy(s[k], end.data, static_cast<size_t>(groups) * sizeof(T));
+    }
+    update_groups(op, scaled, end_g.data, end_p.data, s, end_p.data, s, groups);
+    if (Op::updating.writes_state)
+      for (int k = 0; k < Tile::kSlots; ++k)
+        std::memcpy(state[k], s[k], static_cast<size_t>(count) * sizeof(T));
+  }
+  end_p.copy_to(p, count);
+}
+
 // As update(), for one tile of arrays of the type computed in, and nothing that follows the update:
 // what a chunk of many tiles needs would take longer than the loop. Returns whether it is one.
 template <class Op>
@@ -298,24 +310,11 @@ GA_INLINE bool update_tile(const Op& op, const UpdateTask& task, int64_t offset,
   T* const p = static_cast<T*>(task.param.data) + offset;
   T* state[kSlots + 1];
   for (int k = 0; k < kSlots; ++k) state[k] = static_cast<T*>(task.state[k].data) + offset;
-  const int64_t whole = count & -kGroup, rest = count - whole;
+  const int64_t whole = count & -kGroup;
   update_groups(op, scaled, g, p, state, p, state, whole);
-  if (rest == 0) return true;
-  const Padded<T> end_g(g + whole, g ? rest : 0);
-  Padded<T> end_p(p + whole, rest);
-  alignas(64) T ends[kSlots + 1][kGroup];
-  for (int k = 0; k < kSlots; ++k) {
-    const Padded<T> end(state[k] + whole, rest);
-    std::memcpy(ends[k], end.data, sizeof ends[k]);
-    state[k] += whole;
-  }
-  T* padded[kSlots + 1];
-  for (int k = 0; k < kSlots; ++k) padded[k] = ends[k];
-  update_groups(op, scaled, end_g.data, end_p.data, padded, end_p.data, padded, kGroup);
-  for (int k = 0; k < kSlots; ++k)
-    if (Op::updating.writes_state)
-      std::memcpy(state[k], ends[k], static_cast<size_t>(rest) * sizeof(T));
-  end_p.copy_to(p + whole, rest);
+  if (whole == count) return true;
+  for (int k = 0; k < kSlots; ++k) state[k] += whole;
+  update_end<Op>(task, g + whole, p + whole, state, count - whole);
   return true;
 }
 
@@ -339,7 +338,7 @@ GA_INLINE void store_param(const UpdateTask& task, Stream<T>& s, int64_t offset,
   if (task.average.data) move_average<T, kOutOfPlace>(task, offset, count, p);
 }
 
-// Not inlined, for the same reason as pad_out_of_place().
+// Not inlined, for the same reason as pad_end().
 template <class T>
 [[gnu::noinline]] void store_param_out_of_place(const UpdateTask& task, Stream<T>& s,
                                                 int64_t offset, int64_t count) {
@@ -361,10 +360,14 @@ GA_INLINE void update_tiles(const Op& op, const UpdateTask& task, int64_t offset
         update_groups(op, tile.scaled, g, p, state, new_p, new_state, groups);
       });
     else
-      tile.each_block(task, n, [&](const T* g, T* p, T* const* state, int64_t, int64_t m) {
-        update_groups(op, tile.scaled, g, p, state, p, state,
-                      m == kBlock ? kBlock : whole_groups(m));
-      });
+      tile.each_block(
+          n,
+          [&](const T* g, T* p, T* const* state, int64_t) {
+            update_groups(op, tile.scaled, g, p, state, p, state, kBlock);
+          },
+          [&](const T* g, T* p, T* const* state, int64_t, int64_t m) {
+            update_end<Op>(task, g, p, state, m);
+          });
     tile.close_state(task, offset + t, n);
     if constexpr (kOutOfPlace)
       store_param_out_of_place<T>(task, tile.p, offset + t, n);
@@ -436,9 +439,22 @@ GA_INLINE void measure_tiles(const UpdateTask& task, int64_t offset, int64_t cou
           n, [&](const T* g, const T* p, T* const* state, T*, T* const* new_state, int64_t b,
                  int64_t m) { block(g, p, state, new_state, b, m); });
     else
-      tile.each_block(task, n, [&](const T* g, const T* p, T* const* state, int64_t b, int64_t m) {
-        block(g, p, state, state, b, m);
-      });
+      tile.each_block(
+          n,
+          [&](const T* g, const T* p, T* const* state, int64_t b) {
+            block(g, p, state, state, b, kBlock);
+          },
+          [&](const T* g, const T* p, T* const* state, int64_t b, int64_t m) {
+            alignas(64) T ends[Tile::kSlots + 2][kBlock];
+            T* s[Tile::kSlots + 1];
+            for (int k = 0; k < Tile::kSlots; ++k) s[k] = pad_end(state[k], m, ends[k]);
+            if (pass.gradient) g = pad_end(g, m, ends[Tile::kSlots]);
+            if (pass.parameter) p = pad_end(p, m, ends[Tile::kSlots + 1]);
+            block(g, p, s, s, b, m);
+            if (pass.writes_state)
+              for (int k = 0; k < Tile::kSlots; ++k)
+                std::memcpy(state[k], s[k], static_cast<size_t>(m) * sizeof(T));
+          });
     first_sum.add_wide_tile(first);
     if (Op::norms == 2) second_sum.add_wide_tile(second);
     tile.close_state(task, offset + t, n);
