@@ -304,6 +304,7 @@ TEST(RanksEager, SeveralThreadsHaveTheBitsOfOne) {
       const Kind& kind = kKinds[way];
       const std::vector<Left> plain = run(w, kind, {2, shard, -1, 0});
       for (const int32_t threads : {0, 1}) {
+        if (kWatchesThreads && threads != (shard == GA_SHARD_OPTIMIZER)) continue;
         SCOPED_TRACE(w.name + ", sharded " + std::to_string(shard) + ", " +
                      std::to_string(threads) + " threads");
         int64_t eager = 0;

@@ -333,7 +333,7 @@ TEST(EagerThreads, ManyRoundsHaveTheBitsOfOneThread) {
       c.on_param_done_user = &told;
       Rounds many(c, kThreads, max_norm);
       told.ctx = many.context();
-      constexpr int kWindows = kWatchesThreads ? 8 : 25;
+      constexpr int kWindows = kWatchesThreads ? 4 : 25;
       for (int t = 0; t < kWindows; ++t) {
         const ga_step_result a = plain.window(), b = many.window();
         ASSERT_EQ(memcmp(&a.norm, &b.norm, sizeof a.norm), 0);
