@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "build.hpp"
 #include "gradaccum/gradaccum.h"
 #include "optimizers.hpp"
 #include "reference.hpp"
@@ -232,16 +233,6 @@ inline const char* const kIsaLevels[] = {"scalar", "neon"};
 #else
 inline const char* const kIsaLevels[] = {"scalar"};
 #endif
-
-// Whether this build has the module for matrix products. Sets GA_MODULE_PATH so that it is found.
-inline bool has_onednn() {
-#ifdef GA_TEST_MODULE_PATH
-  setenv("GA_MODULE_PATH", GA_TEST_MODULE_PATH, 0);
-  return true;
-#else
-  return false;
-#endif
-}
 
 // A name for GoogleTest, of letters, digits and underscores.
 inline std::string identifier(std::string text) {

@@ -27,6 +27,7 @@
 #include <span>
 #endif
 
+#include "build.hpp"
 #include "gradaccum/gradaccum.hpp"
 
 namespace {
@@ -541,11 +542,7 @@ TEST(MicroBatchParts, Rows) {
 }
 
 TEST(MicroBatchParts, Matmul) {
-#ifdef GA_TEST_MODULE_PATH
-  setenv("GA_MODULE_PATH", GA_TEST_MODULE_PATH, 0);
-#else
-  GTEST_SKIP() << "this build has no oneDNN";
-#endif
+  if (!ga::test::has_onednn()) GTEST_SKIP() << "this build has no oneDNN";
   Floats w(2);
   const float dy[] = {1, 2}, x[] = {4};
   const my::bfloat16 dy16[] = {{0x3f80}, {0x4000}}, x16[] = {{0x4080}};  // the same numbers

@@ -15,6 +15,7 @@
 #include <string>
 #include <tuple>
 
+#include "build.hpp"
 #include "gradaccum/gradaccum.h"
 #include "sequences/sequence.hpp"
 
@@ -23,18 +24,8 @@ namespace {
 using ga::test::sequences::Chance;
 using ga::test::sequences::Sequence;
 
-#if defined(__has_feature)
-#define GA_HAS_FEATURE(name) __has_feature(name)
-#else
-#define GA_HAS_FEATURE(name) 0
-#endif
-#if defined(GA_ASAN) || defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || \
-    GA_HAS_FEATURE(address_sanitizer) || GA_HAS_FEATURE(thread_sanitizer) ||             \
-    GA_HAS_FEATURE(memory_sanitizer) || GA_HAS_FEATURE(undefined_behavior_sanitizer)
-constexpr int kSequences = 50;
-#else
-constexpr int kSequences = 1000;
-#endif
+const int kSequences =
+    ga::test::is_sanitized() || ga::test::refuses_undefined_behaviour() ? 50 : 1000;
 constexpr int kShards = 5;
 constexpr int64_t kSeedsPerShard = 1000000;
 

@@ -35,12 +35,8 @@ constexpr float kInf = std::numeric_limits<float>::infinity();
 class Table : public testing::Test {
  protected:
   void open_onednn() {
-#ifdef GA_TEST_MODULE_PATH
-    setenv("GA_MODULE_PATH", GA_TEST_MODULE_PATH, 0);
+    if (!has_onednn()) GTEST_SKIP() << "this build has no oneDNN";
     module_ = static_cast<const ga_matmul_module*>(open_module("onednn", GA_MATMUL_ABI));
-#else
-    GTEST_SKIP() << "this build has no oneDNN";
-#endif
   }
 
   void multiply(int64_t m, int64_t n, int64_t k, float alpha, const Factor& a, const Factor& b,
@@ -274,9 +270,7 @@ TEST_P(Products, CountsIn64Bits) {
 
 // Every shape is new, so anything kept for each shape would accumulate.
 TEST_P(Products, KeepsNothing) {
-#if defined(GA_ASAN) || defined(__SANITIZE_ADDRESS__)
-  GTEST_SKIP() << "the sanitizer's allocator does not count";
-#else
+  if (is_sanitized()) GTEST_SKIP() << "the sanitizer's allocator does not count";
   const Factor a(64, 64, true, 0, 1), b(64, 128, false, 0, 2);
   Matrix c(64, 128, 128, 3);
   const auto some = [&] {
@@ -295,7 +289,6 @@ TEST_P(Products, KeepsNothing) {
   const size_t before = held();
   ASSERT_TRUE(some());
   EXPECT_LE(held(), before + 4096);
-#endif
 }
 
 // The library's own have the same bits at every level, and however a product is cut.

@@ -21,11 +21,7 @@
 namespace ga::test {
 namespace {
 
-#if defined(GA_ASAN) || defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr int kPrograms = 6;
-#else
-constexpr int kPrograms = 200;
-#endif
+const int kPrograms = is_sanitized() ? 6 : 200;
 constexpr int kCases = 16;
 
 // ---- A program ----------------------------------------------------------------------------------

@@ -887,9 +887,7 @@ TEST(Rows, LazyStepsTouchTheirRowsAlone) {
 // so that their pages are present, and the fastest of several tries counts, because other processes
 // may use the machine.
 TEST(Rows, LazyStepsCostTheirRows) {
-#if defined(GA_ASAN) || defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-  GTEST_SKIP() << "times mean nothing under a sanitizer";
-#endif
+  if (is_sanitized()) GTEST_SKIP() << "times mean nothing under a sanitizer";
   const int64_t rows = 200000, columns = 64;
   double seconds[2] = {INFINITY, INFINITY};
   for (const bool lazy : {false, true}) {
@@ -918,9 +916,7 @@ TEST(Rows, LazyStepsCostTheirRows) {
 // Accumulating rows costs only its rows, in a dense parameter too: no pass clears the accumulator,
 // which would take a third of what the whole gradient takes, or more.
 TEST(Rows, AccumulatingCostsTheRows) {
-#if defined(GA_ASAN) || defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-  GTEST_SKIP() << "times mean nothing under a sanitizer";
-#endif
+  if (is_sanitized()) GTEST_SKIP() << "times mean nothing under a sanitizer";
   const int64_t rows = 200000, columns = 64;
   Block table(static_cast<size_t>(rows * columns), 1),
       whole(static_cast<size_t>(rows * columns), 1);
