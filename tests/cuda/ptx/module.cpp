@@ -18,7 +18,6 @@ Module::Module(std::string text, std::map<std::string, std::string> changes)
     size_t end = std::min(all.find('\n', at), all.size());
     std::string_view line = all.substr(at, end - at);
     const bool entry = line.find(".entry ") != line.npos;
-    // A line of a body begins with a space, or it is a label or a bracket.
     if (line.starts_with(".") && line.find(".shared ") != line.npos) {
       shared_.push_back(line.substr(line.find(".shared ") + 7));
     } else if (line.starts_with(".") && (entry || line.find(".func ") != line.npos)) {
@@ -26,14 +25,18 @@ Module::Module(std::string text, std::map<std::string, std::string> changes)
       if (brace == all.npos) throw Error("the PTX ends within a function");
       if (all[brace] == '{') {
         const std::string_view header = all.substr(at, brace - at);
-        end = all.find("\n}", brace);  // inner brackets are indented
-        if (end == all.npos) throw Error("the PTX ends within a function");
+        end = brace + 1;
+        for (int depth = 1; depth > 0; ++end) {
+          end = all.find_first_of("{}", end);
+          if (end == all.npos) throw Error("the PTX ends within a function");
+          depth += all[end] == '{' ? 1 : -1;
+        }
         // `.func (results) name(parameters)` or `.entry name(parameters)`
         std::string_view rest =
             header.substr(header.find(entry ? ".entry" : ".func") + (entry ? 6 : 5));
         rest = trim(rest);
         if (rest.starts_with("(")) rest.remove_prefix(rest.find(')') + 1);
-        functions_[std::string(take_name(rest))] = {header, all.substr(brace + 1, end - brace),
+        functions_[std::string(take_name(rest))] = {header, all.substr(brace + 1, end - brace - 2),
                                                     entry};
       }
     }
