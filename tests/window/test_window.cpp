@@ -1741,7 +1741,7 @@ TEST(Live, SecondContributionsMayNotOverlap) {
     EXPECT_TRUE(refused(ga_accumulate_rows(ctx, id, block.at(kCount + 10), GA_I32, 1, block.at(0)),
                         expected, {"indices", "still lives"}));
     if (has_onednn()) {
-      EXPECT_TRUE(refused(ga_accumulate_matmul(ctx, id, 1, block.at(kCount + 10), 1, GA_TRANSPOSE,
+      EXPECT_TRUE(refused(ga_accumulate_matmul(ctx, id, 1, block.at(kCount + 10), 3, GA_TRANSPOSE,
                                                block.at(0), 4, GA_NO_TRANSPOSE, GA_F32),
                           expected, {"still lives"}));
     }
