@@ -12,20 +12,21 @@ class System:
     wheel: str  # platform tags, with dots between them
     java: str  # the folder of its natives in the jar
     dotnet: str  # its runtime identifier
+    library: str = "libgradaccum.so.0"  # the file that programs load: the name within the library itself
+    shim: str = "libgradaccum_{}.so"  # what Java and C# load
+    python: str = "_native.abi3.so"  # and Python
     has_static: bool = True  # an archive that brings its C++ runtime can be made
+    archive: str = ".tar.gz"
 
     @property
-    def is_mac(self) -> bool:
-        return self.name.startswith("macos")
+    def is_linux(self) -> bool:
+        return self.name.startswith(("linux", "musl"))
 
-    @property
-    def library(self) -> str:
-        """The file that programs load: the name within the library itself."""
-        return "libgradaccum.0.dylib" if self.is_mac else "libgradaccum.so.0"
 
-    def shim(self, language: str) -> str:
-        return f"libgradaccum_{language}" + (".dylib" if self.is_mac else ".so")
-
+MAC = {"library": "libgradaccum.0.dylib", "shim": "libgradaccum_{}.dylib", "has_static": False}
+WINDOWS = {
+    "library": "gradaccum-0.dll", "shim": "gradaccum_{}.dll", "python": "_native.pyd", "has_static": False, "archive": ".zip"
+}  # fmt: skip
 
 SYSTEMS = {
     system.name: system
@@ -34,7 +35,8 @@ SYSTEMS = {
         System("linux-aarch64", "manylinux2014_aarch64.manylinux_2_17_aarch64", "linux-aarch64", "linux-arm64"),
         System("musl-x86_64", "musllinux_1_2_x86_64", "linux-musl-x86_64", "linux-musl-x64"),
         System("musl-aarch64", "musllinux_1_2_aarch64", "linux-musl-aarch64", "linux-musl-arm64"),
-        System("macos-arm64", "macosx_11_0_arm64", "macos-aarch64", "osx-arm64", has_static=False),
-        System("macos-x86_64", "macosx_11_0_x86_64", "macos-x86_64", "osx-x64", has_static=False),
+        System("windows-x86_64", "win_amd64", "windows-x86_64", "win-x64", **WINDOWS),
+        System("macos-arm64", "macosx_11_0_arm64", "macos-aarch64", "osx-arm64", **MAC),
+        System("macos-x86_64", "macosx_11_0_x86_64", "macos-x86_64", "osx-x64", **MAC),
     )
 }

@@ -14,7 +14,9 @@ namespace GradAccum {
   internal static class Natives {
     internal const string Variable = "GRADACCUM_NATIVE_PATH";
     private static readonly bool isMac = RuntimeInformation.IsOSPlatform(OSPlatform.OSX);
-    private static readonly string File = isMac ? "libgradaccum_csharp.dylib" : "libgradaccum_csharp.so";
+    private static readonly bool isWindows = RuntimeInformation.IsOSPlatform(OSPlatform.Windows);
+    private static readonly string File = isWindows ? "gradaccum_csharp.dll"
+                                          : isMac ? "libgradaccum_csharp.dylib" : "libgradaccum_csharp.so";
 
     // The file is opened by its path, and the runtime must then take that one. Mono would search by name
     // again, beginning beside the assembly; so it is given the symbols of the whole process.
@@ -62,7 +64,8 @@ namespace GradAccum {
           }
         }
       } catch (DllNotFoundException) {
-        return "the native library needs Linux with glibc" + (IsMusl() ? "; this system has musl" : "");
+        return isWindows ? "this assembly is that of mono; on Windows it takes the one for .NET Core 3.1 and later"
+                         : "the native library needs Linux with glibc" + (IsMusl() ? "; this system has musl" : "");
       }
 #if NETCOREAPP
       NativeLibrary.SetDllImportResolver(
@@ -98,7 +101,7 @@ namespace GradAccum {
 
     private static string Rid() {
       string architecture = RuntimeInformation.ProcessArchitecture == Architecture.Arm64 ? "arm64" : "x64";
-      return (isMac ? "osx-" : IsMusl() ? "linux-musl-" : "linux-") + architecture;
+      return (isWindows ? "win-" : isMac ? "osx-" : IsMusl() ? "linux-musl-" : "linux-") + architecture;
     }
 
     // What the message of the loader means.

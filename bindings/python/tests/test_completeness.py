@@ -167,13 +167,14 @@ def test_comments_mention_what_there_is() -> None:
         assert hasattr(kind, name) or name in getattr(kind, "__dataclass_fields__", {}), f"{owner}.{name}"
 
 
-def test_types_are_strict(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("platform", ["linux", "win32"])
+def test_types_are_strict(platform: str, tmp_path: pathlib.Path) -> None:
     pytest.importorskip("mypy", reason="mypy is not installed")
     here = pathlib.Path(__file__).parent
     environment = {**os.environ, "MYPYPATH": str(SOURCES.parent)}
     done = subprocess.run(
         [
-            sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path), "-p", "gradaccum",
+            sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path), "--platform", platform, "-p", "gradaccum",
             "--exclude", "gradaccum/(check|torch|keras)/",  # need torch and Keras: tests/torch, tests/keras
         ],
         env=environment, cwd=here, capture_output=True, text=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -52,7 +53,8 @@ class Handle:
 # Threads of the library call on_param_done, but not while the interpreter ends, and not in a child.
 _native.begin_callbacks()
 atexit.register(_native.end_callbacks)
-os.register_at_fork(after_in_child=_native.forget_callbacks)
+if sys.platform != "win32":  # which has no fork()
+    os.register_at_fork(after_in_child=_native.forget_callbacks)
 
 
 class Guard:

@@ -32,6 +32,12 @@ final class Natives {
   private static final String VARIABLE = "GRADACCUM_NATIVE_PATH";
   private static final String SHIM = "gradaccum_jni";
   private static final String FOLDER = "gradaccum-";
+  private static final String LOCK = "lock";
+
+  // For what a library needs, Windows searches beside the program, not beside the library; but one that is loaded
+  // already is found by its name, which has the version of the ABI.
+  private static final boolean IS_WINDOWS = system().startsWith("windows");
+  private static final String LIBRARY = "gradaccum-" + RawConstants.GA_VERSION / 10000;
 
   /** What the bundled library needs; a test holds it against the files. */
   static final String GLIBC = "2.35";
@@ -86,6 +92,9 @@ final class Natives {
     }
     tried.add("the jar: it has no /org/gradaccum/" + bundled);
     try {
+      if (IS_WINDOWS) {
+        System.loadLibrary(LIBRARY);
+      }
       System.loadLibrary(SHIM);
       return "java.library.path";
     } catch (UnsatisfiedLinkError e) {
@@ -96,11 +105,17 @@ final class Natives {
     return null;
   }
 
-  /** The folder of the jar: linux-x86_64, linux-musl-aarch64, macos-aarch64. */
+  private static String system() {
+    return System.getProperty("os.name").toLowerCase(Locale.ROOT);
+  }
+
+  /** The folder of the jar: linux-x86_64, linux-musl-aarch64, macos-aarch64, windows-x86_64. */
   private static String platform() {
-    String os = System.getProperty("os.name").toLowerCase(Locale.ROOT);
+    String os = system();
     if (os.startsWith("mac")) {
       os = "macos";
+    } else if (IS_WINDOWS) {
+      os = "windows";
     } else if (isMusl()) {
       os += "-musl";
     }
@@ -109,19 +124,31 @@ final class Natives {
   }
 
   private static void load(Path file) {
+    if (IS_WINDOWS) {
+      Path library = file.resolveSibling(System.mapLibraryName(LIBRARY));
+      try {
+        System.load(library.toString());
+      } catch (IllegalCallerException e) {
+        throw denied(e);
+      } catch (UnsatisfiedLinkError e) {
+        if (!isLoadedElsewhere(e)) {
+          throw failed(library, e);
+        }
+      }
+    }
     try {
       System.load(file.toString());
     } catch (IllegalCallerException e) {
       throw denied(e);
     } catch (UnsatisfiedLinkError e) {
-      if (!e.getMessage().contains("already loaded in another classloader")) {
+      if (!isLoadedElsewhere(e)) {
         throw failed(file, e);
       }
       // Java loads a file for one class loader only. A copy of it finds the library that is loaded.
       try {
         Path copy = createFolder().resolve(file.getFileName());
         Files.copy(file, copy);
-        copy.toFile().deleteOnExit();
+        removeAtExit(copy);
         System.load(copy.toString());
       } catch (IOException failure) {
         throw failed(file, failure);
@@ -129,6 +156,10 @@ final class Natives {
         throw failed(file, failure);
       }
     }
+  }
+
+  private static boolean isLoadedElsewhere(UnsatisfiedLinkError error) {
+    return error.getMessage().contains("already loaded in another classloader");
   }
 
   private static UnsatisfiedLinkError failed(Path file, Throwable why) {
@@ -191,7 +222,7 @@ final class Natives {
       folder = createFolder();
       for (String name : names(bundled)) {
         Path file = folder.resolve(name);
-        file.toFile().deleteOnExit();
+        removeAtExit(file);
         try (InputStream in = Natives.class.getResourceAsStream(bundled + name)) {
           if (in == null) {
             throw new IOException("the jar has no " + name);
@@ -228,21 +259,31 @@ final class Natives {
   /** A new folder that only this user can read, with a lock that this process holds until exit. */
   private static Path createFolder() throws IOException {
     Path parent = Path.of(System.getProperty("java.io.tmpdir"));
+    String prefix = FOLDER + ProcessHandle.current().pid() + "-";
     Path folder =
-        Files.createTempDirectory(
-            parent,
-            FOLDER + ProcessHandle.current().pid() + "-",
-            PosixFilePermissions.asFileAttribute(PosixFilePermissions.fromString("rwx------")));
+        IS_WINDOWS // where java.io.tmpdir is this user's own
+            ? Files.createTempDirectory(parent, prefix)
+            : Files.createTempDirectory(
+                parent,
+                prefix,
+                PosixFilePermissions.asFileAttribute(PosixFilePermissions.fromString("rwx------")));
     // Deleted in the reverse order: the folder last.
-    folder.toFile().deleteOnExit();
-    folder.resolve("lock").toFile().deleteOnExit();
+    removeAtExit(folder);
+    removeAtExit(folder.resolve(LOCK));
     // The file has its name once it is locked: a folder with a lock that is free is abandoned.
     Path unlocked = folder.resolve("lock.new");
     lock = FileChannel.open(unlocked, StandardOpenOption.CREATE_NEW, StandardOpenOption.WRITE);
     lock.lock();
-    Files.move(unlocked, folder.resolve("lock"), StandardCopyOption.ATOMIC_MOVE);
+    Files.move(unlocked, folder.resolve(LOCK), StandardCopyOption.ATOMIC_MOVE);
     sweep(parent, folder);
     return folder;
+  }
+
+  /** Windows removes no library that is loaded: there, the next process removes all of the folder. */
+  private static void removeAtExit(Path path) {
+    if (!IS_WINDOWS) {
+      path.toFile().deleteOnExit();
+    }
   }
 
   /** Removes folders of processes that were killed. What cannot be removed stays. */
@@ -265,17 +306,22 @@ final class Natives {
   }
 
   private static void removeAbandoned(Path folder) {
-    try (FileChannel channel =
-        FileChannel.open(
-            folder.resolve("lock"), StandardOpenOption.WRITE, LinkOption.NOFOLLOW_LINKS)) {
-      if (channel.tryLock() == null) {
-        return;
-      }
-      try (DirectoryStream<Path> files = Files.newDirectoryStream(folder)) {
-        for (Path file : files) {
-          Files.delete(file);
+    Path lock = folder.resolve(LOCK);
+    try {
+      try (FileChannel channel =
+          FileChannel.open(lock, StandardOpenOption.WRITE, LinkOption.NOFOLLOW_LINKS)) {
+        if (channel.tryLock() == null) {
+          return;
+        }
+        try (DirectoryStream<Path> files = Files.newDirectoryStream(folder)) {
+          for (Path file : files) {
+            if (!file.equals(lock)) {
+              Files.delete(file);
+            }
+          }
         }
       }
+      Files.delete(lock); // closed, for on Windows a file that is open stays
       Files.delete(folder);
     } catch (IOException e) {
       // It is in use, has no lock yet, or is swept by another process.
