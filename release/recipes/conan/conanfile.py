@@ -16,9 +16,9 @@ class GradaccumConan(ConanFile):
     license = "Apache-2.0"
     topics = ("machine-learning", "training", "optimizer", "gradient-accumulation")
     settings = "os", "arch", "compiler", "build_type"
-    package_type = "library"
-    options = {"shared": [True, False], "openmp": [True, False]}
-    default_options = {"shared": False, "openmp": True}
+    package_type = "shared-library"  # the archive is in the package too, as gradaccum::gradaccum_static of CMake
+    options = {"openmp": [True, False]}
+    default_options = {"openmp": True}
 
     @property
     def _root(self):
@@ -48,8 +48,8 @@ class GradaccumConan(ConanFile):
             toolchain.cache_variables[name] = "OFF"
         toolchain.cache_variables["GA_ENABLE_OPENMP"] = "ON" if self.options.openmp else "OFF"
         for variable, package in (("GA_JSON_INCLUDE_DIR", "nlohmann_json"), ("GA_XXHASH_INCLUDE_DIR", "xxhash")):
-            folders = self.dependencies[package].cpp_info.aggregated_components().includedirs
-            if folders:  # none: the package is the system's
+            if package in self.dependencies:  # or the profile says that it is the system's
+                folders = self.dependencies[package].cpp_info.aggregated_components().includedirs
                 toolchain.cache_variables[variable] = folders[0]
         toolchain.generate()
         CMakeDeps(self).generate()
@@ -67,7 +67,3 @@ class GradaccumConan(ConanFile):
         self.cpp_info.set_property("cmake_find_mode", "none")  # the library brings its own package for CMake
         self.cpp_info.builddirs = ["lib/cmake/gradaccum"]
         self.cpp_info.libs = ["gradaccum"]
-        if not self.options.shared:
-            self.cpp_info.system_libs = ["stdc++", "m", "pthread", "dl"]
-            if self.options.openmp:
-                self.cpp_info.system_libs.append("gomp")
