@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the files of systems that cannot be run here say of themselves, as LLVM's tools read it."""
+"""What the files for systems that are not here say of themselves, as LLVM's tools read it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def objdump(*arguments: object) -> str:
 
 
 def faults_of(system: System, path: pathlib.Path) -> list[str]:
-    """What is wrong with a library or a module; no more than that it was made for another processor on Linux."""
+    """What is wrong with a library or a module for Windows or macOS; what is for Linux, auditwheel reads."""
     if system.name.startswith("windows"):
         text = objdump("-p", path)
         needed, allowed = re.findall(r"DLL Name: (\S+)", text), OF_WINDOWS
@@ -28,9 +28,13 @@ def faults_of(system: System, path: pathlib.Path) -> list[str]:
     elif system.name.startswith("macos"):
         text = objdump("--macho", "--private-headers", path)
         own = re.findall(r"cmd LC_ID_DYLIB\n.*\n\s+name (\S+)", text)
-        needed, allowed = [name for name in re.findall(r"^\s+name (\S+)", text, re.M) if name not in own], OF_MAC
-        faults = [f"its name is {name}" for name in own if name != f"@rpath/{path.name}"]
-        if re.findall(r"minos (\S+)|version (\S+)\n\s+sdk", text) and (f"minos {OLDEST_MAC}\n" not in text):
+        needed, allowed = re.findall(r"cmd LC_LOAD\w*_DYLIB\n.*\n\s+name (\S+)", text), OF_MAC
+        faults = []
+        if path.name == system.library and own != [f"@rpath/{path.name}"]:
+            faults.append(f"its name is {own}")
+        if path.name != system.library and "path @loader_path (" not in text:
+            faults.append("it does not find the library beside it")
+        if not re.search(rf"\bminos {re.escape(OLDEST_MAC)}$", text, re.M):
             faults.append(f"it is not for macOS from {OLDEST_MAC} on")
         if system.name.endswith("arm64") and "LC_CODE_SIGNATURE" not in text:
             faults.append("it has no signature, without which no Mac with this processor loads it")

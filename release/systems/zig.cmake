@@ -19,7 +19,7 @@ macro(ga_zig_target name)
   endforeach()
   set(CMAKE_AR "${zig}")
   set(CMAKE_RANLIB "${zig}")
-  set(CMAKE_USER_MAKE_RULES_OVERRIDE "${CMAKE_CURRENT_LIST_DIR}/zig_archives.cmake")
+  set(CMAKE_USER_MAKE_RULES_OVERRIDE "${CMAKE_CURRENT_LIST_DIR}/zig_rules.cmake")
 endmacro()
 
 # Libraries and packages of this machine are for another system.
