@@ -9,6 +9,7 @@
 #include <atomic>
 #include <chrono>
 #include <climits>
+#include <cstdarg>
 #include <cstdio>
 #include <cstring>
 #include <memory>
@@ -78,9 +79,12 @@ struct Refusal {
   char* text;
   size_t size;
 
-  template <class... Args>
-  ga_status operator()(ga_status status, const char* format, Args... args) const {
-    std::snprintf(text, size, format, args...);
+  ga_status operator()(ga_status status, const char* format, ...) const
+      __attribute__((format(printf, 3, 4))) {
+    va_list arguments;
+    va_start(arguments, format);
+    std::vsnprintf(text, size, format, arguments);
+    va_end(arguments);
     return status;
   }
 };
