@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the files for systems that are not here say of themselves, as LLVM's tools read it."""
+"""What the files for Windows and macOS say of themselves, as LLVM's tools read it. Those for Linux auditwheel reads."""
 
 from __future__ import annotations
 
@@ -9,36 +9,52 @@ import subprocess
 
 from systems import System
 
-# What every installation of the system has, by names in lower case; python3.dll comes with Python.
-OF_WINDOWS = re.compile(r"kernel32\.dll|advapi32\.dll|ntdll\.dll|api-ms-win-crt-[a-z0-9-]+\.dll|python3\.dll|gradaccum-0\.dll")
-OF_MAC = re.compile(r"/usr/lib/libsystem\.b\.dylib|@rpath/libgradaccum\.0\.dylib")
+# What a file may need: of Windows 10 and later, and of every macOS; python3.dll comes with Python. Without case.
+NEEDED = {
+    "windows": r"kernel32\.dll|advapi32\.dll|ntdll\.dll|api-ms-win-crt-[a-z0-9-]+\.dll|python3\.dll|gradaccum-0\.dll",
+    "macos": r"/usr/lib/libSystem\.B\.dylib|@rpath/libgradaccum\.0\.dylib",
+}
+# What it may export. zig's linker for macOS knows no lists: what the C++ runtime means for all of a program goes with it.
+EXPORTED = {
+    "windows": r"(ga_|Java_|JNI_|CSharp_)\w+|GaFailure|PyInit__native",
+    "macos": r"_(ga_|Java_|JNI_|CSharp_)\w+|_GaFailure|_PyInit__native|__Zn[wa]\w+|__Zd[la]\w+|___dso_handle|__mh_dylib_header",
+}
 OLDEST_MAC = "11.0"
 
 
-def objdump(*arguments: object) -> str:
-    return subprocess.run(["llvm-objdump", *map(str, arguments)], stdout=subprocess.PIPE, text=True, check=True).stdout
+def tool(*command: object) -> str:
+    return subprocess.run([str(part) for part in command], stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
 def faults_of(system: System, path: pathlib.Path) -> list[str]:
-    """What is wrong with a library or a module for Windows or macOS; what is for Linux, auditwheel reads."""
-    if system.name.startswith("windows"):
-        text = objdump("-p", path)
-        needed, allowed = re.findall(r"DLL Name: (\S+)", text), OF_WINDOWS
-        faults = [] if "coff-x86-64" in text else ["it is not for x86-64"]
-    elif system.name.startswith("macos"):
-        text = objdump("--macho", "--private-headers", path)
+    """What is wrong with a library or a module for one of these systems."""
+    kind, _, processor = system.name.partition("-")
+    faults = []
+    if kind == "windows":
+        text = tool("llvm-readobj", "--file-headers", "--coff-imports", "--coff-exports", path)
+        needed = re.findall(r"^Import \{\n  Name: (\S+)", text, re.M)
+        exported = re.findall(r"^Export \{\n.*\n  Name: (\S+)", text, re.M)
+        if "IMAGE_FILE_MACHINE_AMD64" not in text:
+            faults.append(f"it is not for {processor}")
+    elif kind == "macos":
+        text = tool("llvm-objdump", "--macho", "--private-headers", path)
+        needed = re.findall(r"cmd LC_LOAD\w*_DYLIB\n.*\n\s+name (\S+)", text)
+        exported = re.findall(r"^[0-9a-f]+ \w (\S+)$", tool("llvm-nm", "-gU", path), re.M)
         own = re.findall(r"cmd LC_ID_DYLIB\n.*\n\s+name (\S+)", text)
-        needed, allowed = re.findall(r"cmd LC_LOAD\w*_DYLIB\n.*\n\s+name (\S+)", text), OF_MAC
-        faults = []
         if path.name == system.library and own != [f"@rpath/{path.name}"]:
             faults.append(f"its name is {own}")
         if path.name != system.library and "path @loader_path (" not in text:
             faults.append("it does not find the library beside it")
+        if processor.upper() not in text.partition("Load command")[0]:
+            faults.append(f"it is not for {processor}")
         if not re.search(rf"\bminos {re.escape(OLDEST_MAC)}$", text, re.M):
             faults.append(f"it is not for macOS from {OLDEST_MAC} on")
-        if system.name.endswith("arm64") and "LC_CODE_SIGNATURE" not in text:
+        if processor == "arm64" and "LC_CODE_SIGNATURE" not in text:
             faults.append("it has no signature, without which no Mac with this processor loads it")
     else:
         return []
-    faults += [f"it needs {name}" for name in needed if not allowed.fullmatch(name.lower())]
-    return faults if needed else [*faults, "what it needs could not be read"]
+    faults += [f"it needs {name}" for name in needed if not re.fullmatch(NEEDED[kind], name, re.I)]
+    faults += [f"it exports {name}" for name in exported if not re.fullmatch(EXPORTED[kind], name)]
+    if not needed or not exported:
+        faults.append("what it needs and exports could not be read")
+    return faults

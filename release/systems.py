@@ -17,15 +17,19 @@ class System:
     python: str = "_native.abi3.so"  # and Python
     has_static: bool = True  # an archive that brings its C++ runtime can be made
     archive: str = ".tar.gz"
+    classifier: str = "POSIX :: Linux"  # of the Python index
 
     @property
     def is_linux(self) -> bool:
         return self.name.startswith(("linux", "musl"))
 
 
-MAC = {"library": "libgradaccum.0.dylib", "shim": "libgradaccum_{}.dylib", "has_static": False}
+MAC = {
+    "library": "libgradaccum.0.dylib", "shim": "libgradaccum_{}.dylib", "has_static": False, "classifier": "MacOS"
+}  # fmt: skip
 WINDOWS = {
-    "library": "gradaccum-0.dll", "shim": "gradaccum_{}.dll", "python": "_native.pyd", "has_static": False, "archive": ".zip"
+    "library": "gradaccum-0.dll", "shim": "gradaccum_{}.dll", "python": "_native.pyd", "has_static": False,
+    "archive": ".zip", "classifier": "Microsoft :: Windows",
 }  # fmt: skip
 
 SYSTEMS = {

@@ -64,7 +64,7 @@ namespace GradAccum {
           }
         }
       } catch (DllNotFoundException) {
-        return isWindows ? "this assembly is that of mono; on Windows it takes the one for .NET Core 3.1 and later"
+        return isWindows ? "this is the assembly for mono (lib/net40); on Windows, use lib/netcoreapp3.1"
                          : "the native library needs Linux with glibc" + (IsMusl() ? "; this system has musl" : "");
       }
 #if NETCOREAPP

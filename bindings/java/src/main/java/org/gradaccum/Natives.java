@@ -8,6 +8,7 @@ import java.io.InputStreamReader;
 import java.io.UncheckedIOException;
 import java.nio.channels.FileChannel;
 import java.nio.charset.StandardCharsets;
+import java.nio.file.DirectoryIteratorException;
 import java.nio.file.DirectoryStream;
 import java.nio.file.Files;
 import java.nio.file.LinkOption;
@@ -24,8 +25,9 @@ import java.util.Locale;
  * else from where the system looks. The first that is there is loaded.
  *
  * <p>What comes from a jar is copied to a folder of its own, all files together, because the
- * library opens its modules in its own folder, on demand. The folder is removed at exit; what a
- * killed process has left is removed by the next one.
+ * library opens its modules in its own folder, on demand. The folder is removed at exit, but on
+ * Windows, which removes no library that is loaded; what a process has left is removed by the next
+ * one.
  */
 final class Natives {
   private static final String PROPERTY = "gradaccum.native.path";
@@ -34,8 +36,9 @@ final class Natives {
   private static final String FOLDER = "gradaccum-";
   private static final String LOCK = "lock";
 
-  // For what a library needs, Windows searches beside the program, not beside the library; but one that is loaded
-  // already is found by its name, which has the version of the ABI.
+  // Windows looks for what a DLL needs beside the program, not beside that DLL, but takes what is
+  // loaded already under the same name; so the library, whose name has the version of the ABI, is
+  // loaded first.
   private static final boolean IS_WINDOWS = system().startsWith("windows");
   private static final String LIBRARY = "gradaccum-" + RawConstants.GA_VERSION / 10000;
 
@@ -256,12 +259,15 @@ final class Natives {
     }
   }
 
-  /** A new folder that only this user can read, with a lock that this process holds until exit. */
+  /**
+   * A new folder that only this user can read, with a lock that this process holds until exit. On
+   * Windows, java.io.tmpdir says who can read it.
+   */
   private static Path createFolder() throws IOException {
     Path parent = Path.of(System.getProperty("java.io.tmpdir"));
     String prefix = FOLDER + ProcessHandle.current().pid() + "-";
     Path folder =
-        IS_WINDOWS // where java.io.tmpdir is this user's own
+        IS_WINDOWS
             ? Files.createTempDirectory(parent, prefix)
             : Files.createTempDirectory(
                 parent,
@@ -279,14 +285,13 @@ final class Natives {
     return folder;
   }
 
-  /** Windows removes no library that is loaded: there, the next process removes all of the folder. */
   private static void removeAtExit(Path path) {
     if (!IS_WINDOWS) {
       path.toFile().deleteOnExit();
     }
   }
 
-  /** Removes folders of processes that were killed. What cannot be removed stays. */
+  /** Removes folders of processes that have ended. What cannot be removed stays. */
   private static void sweep(Path parent, Path own) {
     String process = FOLDER + ProcessHandle.current().pid() + "-";
     try (DirectoryStream<Path> folders = Files.newDirectoryStream(parent, FOLDER + "*")) {
@@ -295,35 +300,37 @@ final class Natives {
         // Closing a file of this process would free its lock, so its folders are left alone.
         if (folder.getFileName().toString().matches(FOLDER + "\\d+-\\d+")
             && !folder.getFileName().toString().startsWith(process)
-            && Files.isDirectory(folder, LinkOption.NOFOLLOW_LINKS)
-            && Files.getOwner(folder, LinkOption.NOFOLLOW_LINKS).equals(user)) {
-          removeAbandoned(folder);
+            && Files.isDirectory(folder, LinkOption.NOFOLLOW_LINKS)) {
+          removeAbandoned(folder, user);
         }
       }
-    } catch (IOException e) {
+    } catch (IOException | DirectoryIteratorException e) {
       // Another process may sweep too.
     }
   }
 
-  private static void removeAbandoned(Path folder) {
-    Path lock = folder.resolve(LOCK);
+  private static void removeAbandoned(Path folder, Object user) {
+    Path itsLock = folder.resolve(LOCK);
     try {
+      if (!Files.getOwner(folder, LinkOption.NOFOLLOW_LINKS).equals(user)) {
+        return;
+      }
       try (FileChannel channel =
-          FileChannel.open(lock, StandardOpenOption.WRITE, LinkOption.NOFOLLOW_LINKS)) {
+          FileChannel.open(itsLock, StandardOpenOption.WRITE, LinkOption.NOFOLLOW_LINKS)) {
         if (channel.tryLock() == null) {
           return;
         }
         try (DirectoryStream<Path> files = Files.newDirectoryStream(folder)) {
           for (Path file : files) {
-            if (!file.equals(lock)) {
+            if (!file.equals(itsLock)) {
               Files.delete(file);
             }
           }
         }
       }
-      Files.delete(lock); // closed, for on Windows a file that is open stays
+      Files.deleteIfExists(itsLock); // closed, for on Windows a file that is open stays
       Files.delete(folder);
-    } catch (IOException e) {
+    } catch (IOException | DirectoryIteratorException e) {
       // It is in use, has no lock yet, or is swept by another process.
     }
   }
