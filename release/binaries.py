@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the files for Windows and macOS say of themselves, as LLVM's tools read it. Those for Linux auditwheel reads."""
+"""What the files of systems say of themselves, as LLVM's tools read it. Those for glibc auditwheel reads, which finds no
+other C library here."""
 
 from __future__ import annotations
 
@@ -13,10 +14,12 @@ from systems import System
 NEEDED = {
     "windows": r"kernel32\.dll|advapi32\.dll|ntdll\.dll|api-ms-win-crt-[a-z0-9-]+\.dll|python3\.dll|gradaccum-0\.dll",
     "macos": r"/usr/lib/libSystem\.B\.dylib|@rpath/libgradaccum\.0\.dylib",
+    "musl": r"libc\.so|libgradaccum\.so\.0",
 }
 # What it may export. zig's linker for macOS knows no lists: what the C++ runtime means for all of a program goes with it.
 EXPORTED = {
     "windows": r"(ga_|Java_|JNI_|CSharp_)\w+|GaFailure|PyInit__native",
+    "musl": r"(ga_|Java_|JNI_|CSharp_)\w+|GaFailure|PyInit__native",
     "macos": r"_(ga_|Java_|JNI_|CSharp_)\w+|_GaFailure|_PyInit__native|__Zn[wa]\w+|__Zd[la]\w+|___dso_handle|__mh_dylib_header",
 }
 OLDEST_MAC = "11.0"
@@ -51,6 +54,12 @@ def faults_of(system: System, path: pathlib.Path) -> list[str]:
             faults.append(f"it is not for macOS from {OLDEST_MAC} on")
         if processor == "arm64" and "LC_CODE_SIGNATURE" not in text:
             faults.append("it has no signature, without which no Mac with this processor loads it")
+    elif kind == "musl":
+        text = tool("llvm-readelf", "-h", "-d", path)
+        needed = re.findall(r"\(NEEDED\) .*\[(\S+)\]", text)
+        exported = re.findall(r"^[0-9a-f]+ [B-Z] ([^@\s]+)", tool("llvm-nm", "-gD", "--defined-only", path), re.M)
+        if {"x86_64": "X86-64", "aarch64": "AArch64"}[processor] not in text:
+            faults.append(f"it is not for {processor}")
     else:
         return []
     faults += [f"it needs {name}" for name in needed if not re.fullmatch(NEEDED[kind], name, re.I)]

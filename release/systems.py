@@ -19,10 +19,6 @@ class System:
     archive: str = ".tar.gz"
     classifier: str = "POSIX :: Linux"  # of the Python index
 
-    @property
-    def is_linux(self) -> bool:
-        return self.name.startswith(("linux", "musl"))
-
 
 MAC = {
     "library": "libgradaccum.0.dylib", "shim": "libgradaccum_{}.dylib", "has_static": False, "classifier": "MacOS"
