@@ -1308,7 +1308,9 @@ GA_API ga_status ga_context_set_stream(ga_context* ctx, void* stream);
 
 /* Allocates the library's arrays for all parameters that are not frozen, which the first
    contribution to a window would do otherwise. Master weights are taken from their parameters no
-   earlier than by that contribution, or by the first ga_state_get or ga_state_set. */
+   earlier than by that contribution, or by the first ga_state_get or ga_state_set. The system gives
+   memory when it is first written; with ga_config.eager, state, averages and their second set are
+   written here. */
 GA_API ga_status ga_prepare(ga_context* ctx);
 
 /* Bytes that the library owns for a context, by purpose, as registered so far; without parameters

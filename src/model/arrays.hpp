@@ -121,6 +121,9 @@ class ParamArrays {
   void copy(const Param& p, const Array& from, const Array& to, int64_t count) {
     fill(p, from, 0, to, count);
   }
+  // Writes zeros, for which the system gives the memory now and not when it is needed. No call of the backend has
+  // more chunks than so many.
+  void write(const Buffer& memory, int64_t most_chunks) const;
   void reset_state(size_t param);
   // Puts the average back to zeros, from which the first step makes it the parameter, to the last bit.
   void clear_average(Param& p);
@@ -143,6 +146,8 @@ class ParamArrays {
   struct New;
 
   bool gives_on_demand() const;
+  bool is_written(const Param& p, const OwnedArray& a) const;
+  bool is_written_at_once(int kind) const;
   bool never_stores(size_t param) const;
   template <class F>
   void each_units(size_t param, F&& f) const;

@@ -61,26 +61,13 @@ void ShadowArrays::grow(size_t bytes) {
     pools_.reserve(pools_.size() + 1);
     Pool pool;
     pool.memory = Buffer(backend_, bytes);
-    write(pool.memory);
+    arrays_.write(pool.memory, arrays_.chunks());
     pools_.push_back(std::move(pool));
   } catch (const std::bad_alloc&) {
     return;
   }
   ranges_.add(pools_.back().memory.data(), bytes);
   allocated_ += bytes;
-}
-
-// Has the system give the memory now: the threads that update ahead have no time for it. (Measured on a virtual
-// machine: for twenty windows, pages that were given one by one hid no part of the step.)
-void ShadowArrays::write(const Buffer& memory) {
-  const auto size = static_cast<int64_t>(memory.bytes() / sizeof(float));
-  const int64_t most = std::max<int64_t>(arrays_.chunks(), 1) * kChunk;  // that a call may have
-  for (int64_t at = 0; at < size; at += most) {
-    FinishTask task = {};
-    task.target = {static_cast<float*>(memory.data()) + at, GA_F32};
-    task.count = std::min(most, size - at);
-    backend_.finish({&task, 1});
-  }
 }
 
 bool ShadowArrays::writes_early(size_t i) const {

@@ -67,7 +67,6 @@ class ShadowArrays {
   size_t bytes_of(size_t param) const;
   size_t within_limit(size_t more) const;
   void grow(size_t bytes);
-  void write(const Buffer& memory);
 
   const ga_config& config_;
   Backend& backend_;

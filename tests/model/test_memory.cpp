@@ -1321,6 +1321,38 @@ int64_t resident() {
   return int64_t{pages} * sysconf(_SC_PAGESIZE);
 }
 
+// Contexts that update ahead have the memory of both sets of arrays when ga_prepare returns; that of others comes when
+// it is written. What has come counts as resident.
+TEST(Memory, PreparedContextsThatUpdateAheadHaveTheirArrays) {
+  if (on_device()) GTEST_SKIP() << "updates ahead are for the CPU";
+  constexpr int64_t kCount = 4 << 20;
+  constexpr int64_t kArray = kCount * 4;
+  for (const bool eager : {false, true}) {
+    ga_config c = config();
+    c.eager = eager;
+    Context ctx(c);
+    std::vector<float> p(kCount, 1);
+    ctx.param(ctx.group(optimizer(GA_OPTIMIZER_ADAMW)), "p", p.data(), kCount);
+    ga_ema average;
+    ASSERT_OK(ga_ema_init(&average, sizeof average));
+    ASSERT_OK(ga_context_set_ema(ctx, &average));
+    const int64_t before = resident();
+    ASSERT_OK(ga_prepare(ctx));
+    const int64_t come = resident() - before;
+    ga_memory m;
+    m.struct_size = sizeof m;
+    ASSERT_OK(ga_context_memory(ctx, &m));
+    const int64_t awaited = m.total - m.resident;
+    if (eager) {  // but for the accumulator: three arrays, and four of the second set
+      EXPECT_GT(come, 7 * kArray - kArray / 2);
+      EXPECT_LT(awaited, kArray + kArray / 2);
+    } else {
+      EXPECT_LT(come, kArray / 2);
+      EXPECT_GT(awaited, 4 * kArray - kArray / 2);
+    }
+  }
+}
+
 // One parameter of four elements, with what a case adds.
 struct Tiny {
   Tiny() {
