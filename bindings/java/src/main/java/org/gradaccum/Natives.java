@@ -128,41 +128,35 @@ final class Natives {
 
   private static void load(Path file) {
     if (IS_WINDOWS) {
-      Path library = file.resolveSibling(System.mapLibraryName(LIBRARY));
-      try {
-        System.load(library.toString());
-      } catch (IllegalCallerException e) {
-        throw denied(e);
-      } catch (UnsatisfiedLinkError e) {
-        if (!isLoadedElsewhere(e)) {
-          throw failed(library, e);
-        }
-      }
+      isNowLoaded(file.resolveSibling(System.mapLibraryName(LIBRARY)));
     }
+    if (isNowLoaded(file)) {
+      return;
+    }
+    // Java loads a file for one class loader only. A copy of it finds the library that is loaded.
     try {
-      System.load(file.toString());
-    } catch (IllegalCallerException e) {
-      throw denied(e);
-    } catch (UnsatisfiedLinkError e) {
-      if (!isLoadedElsewhere(e)) {
-        throw failed(file, e);
-      }
-      // Java loads a file for one class loader only. A copy of it finds the library that is loaded.
-      try {
-        Path copy = createFolder().resolve(file.getFileName());
-        Files.copy(file, copy);
-        removeAtExit(copy);
-        System.load(copy.toString());
-      } catch (IOException failure) {
-        throw failed(file, failure);
-      } catch (UnsatisfiedLinkError failure) {
-        throw failed(file, failure);
-      }
+      Path copy = createFolder().resolve(file.getFileName());
+      Files.copy(file, copy);
+      removeAtExit(copy);
+      System.load(copy.toString());
+    } catch (IOException | UnsatisfiedLinkError failure) {
+      throw failed(file, failure);
     }
   }
 
-  private static boolean isLoadedElsewhere(UnsatisfiedLinkError error) {
-    return error.getMessage().contains("already loaded in another classloader");
+  /** Loads a file; false: another class loader of this process has it. */
+  private static boolean isNowLoaded(Path file) {
+    try {
+      System.load(file.toString());
+      return true;
+    } catch (IllegalCallerException e) {
+      throw denied(e);
+    } catch (UnsatisfiedLinkError e) {
+      if (e.getMessage().contains("already loaded in another classloader")) {
+        return false;
+      }
+      throw failed(file, e);
+    }
   }
 
   private static UnsatisfiedLinkError failed(Path file, Throwable why) {
