@@ -15,16 +15,16 @@ class System:
     library: str = "libgradaccum.so.0"  # the file that programs load: the name within the library itself
     shim: str = "libgradaccum_{}.so"  # what Java and C# load
     python: str = "_native.abi3.so"  # and Python
-    has_static: bool = True  # an archive that brings its C++ runtime can be made
+    closes_archive: bool = True  # the static library brings its C++ runtime
     archive: str = ".tar.gz"
     classifier: str = "POSIX :: Linux"  # of the Python index
 
 
 MAC = {
-    "library": "libgradaccum.0.dylib", "shim": "libgradaccum_{}.dylib", "has_static": False, "classifier": "MacOS"
+    "library": "libgradaccum.0.dylib", "shim": "libgradaccum_{}.dylib", "closes_archive": False, "classifier": "MacOS"
 }  # fmt: skip
 WINDOWS = {
-    "library": "gradaccum-0.dll", "shim": "gradaccum_{}.dll", "python": "_native.pyd", "has_static": False,
+    "library": "gradaccum-0.dll", "shim": "gradaccum_{}.dll", "python": "_native.pyd", "closes_archive": False,
     "archive": ".zip", "classifier": "Microsoft :: Windows",
 }  # fmt: skip
 
