@@ -170,23 +170,27 @@ struct Row {
   bool checks = true;  // the library checks that gradients are finite
 };
 
-// The peer against the library, whose gradients live until the step as the peer's do. The text has
-// the ratio for consumed gradients.
+// The peer against the library, to which the first gradient is lent, as the peer takes it. The text has the ratios
+// for gradients that live until the step, which the library does not write to, and for consumed ones.
 void window_figure(const Options& options, Report& report, const Layout& layout, const Row& row,
                    const MakePeer& make_peer) {
   const int64_t n = layout.n;
   const Block first = make_block(n, 0, row.threads), other = make_block(n, 1, row.threads);
-  const Block p[3] = {make_block(n, 2, row.threads), make_block(n, 3, row.threads),
-                      make_block(n, 4, row.threads)};
-  for (int k : {1, 2}) std::copy_n(p[0].get(), n, p[k].get());
+  const Block p[4] = {make_block(n, 2, row.threads), make_block(n, 3, row.threads),
+                      make_block(n, 4, row.threads), make_block(n, 7, row.threads)};
+  for (int k : {1, 2, 3}) std::copy_n(p[0].get(), n, p[k].get());
   Setting setting;
   setting.threads = row.threads;
   setting.scope = row.clips ? GA_CLIP_GLOBAL : GA_CLIP_NONE;
   setting.reduce = GA_REDUCE_SUM;
   if (!row.checks) setting.nonfinite = GA_NONFINITE_IGNORE;
-  Context consumed(layout, p[2].get(), setting);
-  setting.life = GA_GRADIENTS_LIVE;
-  Context live(layout, p[1].get(), setting);
+  const auto with = [&setting](int32_t life) {
+    setting.life = life;
+    return setting;
+  };
+  Context lent(layout, p[1].get(), with(GA_GRADIENTS_LENT));
+  Context live(layout, p[2].get(), with(GA_GRADIENTS_LIVE));
+  Context consumed(layout, p[3].get(), with(GA_GRADIENTS_CONSUMED));
   const Pointers gradients[2] = {layout.pointers(first.get()), layout.pointers(other.get())};
   const auto window = [&](Context& context) {
     return [&context, &gradients, &row] {
@@ -196,28 +200,34 @@ void window_figure(const Options& options, Report& report, const Layout& layout,
   };
   const std::unique_ptr<Peer> peer = make_peer({p[0].get(), first.get(), other.get()});
 
-  // First check that all do the same. The peer is last, because it writes to the first gradient.
+  // First check that all do the same, with the same first gradient.
+  const std::vector<float> kept(first.get(), first.get() + n);
   window(consumed)();
   window(live)();
+  window(lent)();
+  std::copy(kept.begin(), kept.end(), first.get());
   peer->window(row.micros);
   for (int64_t i = 0; i < n; ++i) {
     // The first step of AdamW is of the size of the learning rate.
-    const float worst = std::max(std::fabs(p[1].get()[i] - p[0].get()[i]),
-                                 std::fabs(p[2].get()[i] - p[0].get()[i]));
+    float worst = 0;
+    for (int k : {1, 2, 3}) worst = std::max(worst, std::fabs(p[k].get()[i] - p[0].get()[i]));
     if (!(worst <= 0.01f * static_cast<float>(kLr))) {
       throw std::runtime_error(format("%s: element %lld differs by %g from the library's",
                                       row.id.c_str(), static_cast<long long>(i),
                                       static_cast<double>(worst)));
     }
   }
-  const std::vector<Times> t =
-      race(options.rounds() * (row.small ? 7 : 1), row.small ? 40 : 1,
-           {{[&] { peer->window(row.micros); }, {}}, {window(live), {}}, {window(consumed), {}}});
-  report.figure(row.id, t[0] / t[1], row.target > 0 ? Sense::kAtLeast : Sense::kNone, row.target,
-                format("%s %.4g ms / %.4g ms, N = %d, %s%s, threads: %d, consumed: %.3f",
-                       row.peer.c_str(), 1e3 * median(t[0]), 1e3 * median(t[1]), row.micros,
-                       row.clips ? "clipped" : "not clipped", row.checks ? "" : ", not checked",
-                       row.threads, median(t[0] / t[2])));
+  const std::vector<Times> t = race(options.rounds() * (row.small ? 7 : 1), row.small ? 40 : 1,
+                                    {{[&] { peer->window(row.micros); }, {}},
+                                     {window(lent), {}},
+                                     {window(live), {}},
+                                     {window(consumed), {}}});
+  report.figure(
+      row.id, t[0] / t[1], row.target > 0 ? Sense::kAtLeast : Sense::kNone, row.target,
+      format("%s %.4g ms / %.4g ms, N = %d, %s%s, threads: %d, live: %.3f, consumed: %.3f",
+             row.peer.c_str(), 1e3 * median(t[0]), 1e3 * median(t[1]), row.micros,
+             row.clips ? "clipped" : "not clipped", row.checks ? "" : ", not checked", row.threads,
+             median(t[0] / t[2]), median(t[0] / t[3])));
 }
 
 void plain_windows(const Options& options, Report& report) {
