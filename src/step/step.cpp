@@ -42,13 +42,21 @@ inline bool Step::is_written(size_t i) const {
          !in.unmeasured && model_.config.accumulation != GA_ACCUMULATE_RUNNING_MEAN;
 }
 
+// Whether the tables have all that this window has brought, since it has brought what the one before did.
+bool Step::repeats_window() const {
+  return model_.config.device == GA_DEVICE_CPU && !model_.config.eager && model_.ranks->alone() &&
+         stages_.accumulator.repeats_window();
+}
+
 // Writes what this window has brought to each parameter into the tables. Returns the gradients that are
 // read once more before the step is decided, none if the window is discarded. Norms: of gradients that
 // were never stored, of accumulators last written by the program or by a matrix product, and of
 // gradients after clipping by value.
 StepSums Step::write_window(bool discards) {
-  norms_.clear();
-  for (size_t i = 0; i < model_.tables.params(); ++i) {
+  const bool written = repeats_window();
+  noted_ = noted_ && written;
+  if (!written) norms_.clear();
+  for (size_t i = 0; i < model_.tables.params() && !written; ++i) {
     if (is_written(i)) continue;
     Param& p = model_.params[i];
     const Held held = p.held();
@@ -122,6 +130,8 @@ bool Step::decide(const WindowTotals& totals, const StepSums& sums) {
 void Step::apply() {
   update_.run();
   update_.gather();
+  if (noted_) return;
+  noted_ = true;
   for (Param& p : model_.params) {
     if (!p.owns) continue;
     p.average_written = true;
@@ -131,7 +141,9 @@ void Step::apply() {
     p.unrounded = false;
     const int op = model_.params.op_of(p);
     p.accumulator_written = p.accumulator_written || op < 0 || op_info(op).emits;
-    if (op < 0) model_.params.deliver(p);
+    if (op >= 0) continue;
+    model_.params.deliver(p);
+    noted_ = false;
   }
 }
 
@@ -145,7 +157,7 @@ ga_step_result Step::end_applied(const WindowTotals& totals) {
   }
   model_.speculation->report_done();
   empty_window();
-  stages_.accumulator.keep_list();
+  stages_.accumulator.keep_window();
   model_.speculation->check_callbacks();
   return r;
 }

@@ -33,6 +33,7 @@ class Step final : HasLists {
  private:
   void check_step() const;
   bool is_written(size_t param) const;
+  bool repeats_window() const;
   StepSums write_window(bool discards);
   bool decide(const WindowTotals& totals, const StepSums& sums);
   void apply();
@@ -47,6 +48,8 @@ class Step final : HasLists {
   Model& model_;
   Update update_;
   std::vector<ga_param> norms_;  // of StepSums
+  bool noted_ =
+      false;  // apply() has noted what the window, if it is applied, would have it note again
 };
 
 }  // namespace ga

@@ -21,7 +21,7 @@ Accumulator::Accumulator(Model& model, TableWriter& writer, Preparation& prepara
 
 void Accumulator::reserve(size_t params) {
   tasks_.reserve(params);
-  listed_.reserve(params);
+  repetition_.reserve(params);
   borrowed_.reserve(params);
 }
 
@@ -130,6 +130,17 @@ void Accumulator::forget_checks() {
   checked_ = false;
 }
 
+inline void Accumulator::borrow(ga_param id, int64_t number, const Source& given) {
+  Param& p = model_.params[id];
+  p.hold(Held::kBorrowed);
+  p.borrowed = given.data;
+  p.borrowed_scale = is_sum(p.reduction) ? given.scale : unweighted();
+  p.window.borrowed_late = given.divisor != nullptr;
+  Borrowed& entry = borrowed_.emplace_back();  // in place, as tasks are (TaskList)
+  entry.number = number;
+  entry.param = id;
+}
+
 // Adds the task of a contribution that has been checked, and records what the parameter holds after
 // the pass: if the pass fails, the window is invalid and the record is not read any more. Returns
 // NULL if the gradient is borrowed in place of a task.
@@ -138,39 +149,40 @@ inline AccumulateTask* Accumulator::add_task(ga_param id, int64_t number, const 
   Param& p = model_.params[id];
   if (model_.options.borrows() && may_borrow && p.held() == Held::kNothing &&
       p.fits_accumulator()) {
-    p.hold(Held::kBorrowed);
-    p.borrowed = given.data;
-    p.borrowed_scale = is_sum(p.reduction) ? given.scale : unweighted();
-    p.window.borrowed_late = given.divisor != nullptr;
-    borrowed_.push_back({number, id});
+    borrow(id, number, given);
     return nullptr;
   }
   added_ = true;
   AccumulateTask& task = tasks_.add();
-  task.target = {p.accumulator, p.accumulator_dtype};
   task.count = p.count;
   task.partials = p.partials;
-  task.keep = p.held() == Held::kStored ? 1 : 0;
-  task.sources = 1;
   task.noise = 0;
   task.plan = nullptr;
   task.param = id;
   task.counter = nullptr;
+  add_to_held(p, task, given);
+  if (!model_.options.plain_path() && !p.window.lent)
+    refine(id, task, task.source[task.sources - 1]);
+  return &task;
+}
+
+// Has a task add a gradient to what the window has brought to the parameter before.
+inline void Accumulator::add_to_held(Param& p, AccumulateTask& task, const Source& given) {
+  task.sources = 1;
   Source* source = &task.source[0];
   if (p.held() == Held::kBorrowed) {
     if (model_.options.lends() && p.may_lend() && p.borrowed_scale > 0) {
-      task.source[0] = given;
-      lend(p, task);
-      return &task;
+      *source = given;
+      return lend(p, task);
     }
     *source++ = writer_.borrowed_of(p);
     task.sources = 2;
   }
   *source = given;
+  task.target = {p.accumulator, p.accumulator_dtype};
+  task.keep = p.held() == Held::kStored ? 1 : 0;
   p.hold(Held::kStored);
   p.window.stale = false;  // the pass stores the partials too
-  if (!model_.options.plain_path()) refine(id, task, *source);
-  return &task;
 }
 
 // Has the buffer with the first gradient become the accumulator: a task adds to it there.
@@ -228,103 +240,129 @@ void Accumulator::count_contribution(Param& p) {
   ++p.contributions.count;
 }
 
+// Runs body(id, gradient, number) for each gradient that a ga_accumulate reads, after latest_ has counted them.
+template <class Body>
+inline void Accumulator::each_gradient(const void* const* gradients, Body&& body) {
+  const std::vector<Block>& blocks = model_.params.blocks();
+  const int64_t before = latest_ - static_cast<int64_t>(blocks.size());
+  for (size_t b = 0; b < blocks.size(); ++b) {
+    if (!gradients[b]) continue;
+    const Block block = blocks[b];
+    for (ga_param id = block.first; id < block.first + block.count; ++id) {
+      const Param& p = model_.params[id];
+      if (p.frozen) continue;
+      const char* gradient = static_cast<const char*>(gradients[b]);
+      if (p.offset != 0) gradient += p.offset * dtype_info(p.gradient_dtype).size;
+      body(id, gradient, before + 1 + static_cast<int64_t>(b));
+    }
+  }
+}
+
 void Accumulator::accumulate(const void* const* gradients, size_t count, double weight,
                              const ga_micro_options& options) {
   model_.check_device();
   model_.length.find();
   const Micro micro = make_micro(weight, options);
   model_.window.check_whole();
-  const std::vector<Block>& blocks = model_.params.blocks();
-  if (count != blocks.size())
+  if (const size_t blocks = model_.params.blocks().size(); count != blocks)
     fail(GA_ERROR_INVALID_ARGUMENT,
          "count was %zu, but the context has %zu: one gradient pointer for each ga_param_add and "
          "each ga_params_add_flat",
-         count, blocks.size());
-  if (count > 0 && !gradients && micro.weight > 0)
-    fail(GA_ERROR_INVALID_ARGUMENT, "gradients was NULL");
+         count, blocks);
+  const bool reads = micro.weight > 0;
+  if (count > 0 && !gradients && reads) fail(GA_ERROR_INVALID_ARGUMENT, "gradients was NULL");
   model_.window.reserve_one();
   contributions_.clear();
-  const int64_t before = latest_;
   latest_ += static_cast<int64_t>(count);
-  const bool again = repeats(gradients, count) && micro.weight > 0;
-  listed_by_ = 0;
-  bool listed = false;
-  if (again) {
-    change_tasks(contribution(nullptr, GA_F32, micro));
-    listed = true;
-  } else if (tasks_.clear(); micro.weight > 0) {
-    const auto each = [&](auto&& body) {
-      for (size_t b = 0; b < count; ++b) {
-        if (!gradients[b]) continue;
-        const Block block = blocks[b];
-        for (ga_param id = block.first; id < block.first + block.count; ++id) {
-          const Param& p = model_.params[id];
-          if (p.frozen) continue;
-          const char* gradient = static_cast<const char*>(gradients[b]);
-          if (p.offset != 0) gradient += p.offset * dtype_info(p.gradient_dtype).size;
-          body(id, p, gradient, before + 1 + static_cast<int64_t>(b));
-        }
-      }
-    };
-    bool contributes = false;
-    each([&](ga_param id, const Param& p, const void* gradient, int64_t) {
-      if (p.window.ready) refuse_ready(id);
-      check_gradient(id, gradient);
-      contributes = true;
-    });
-    if (contributes) preparation_.prepare();
-    if (model_.options.deferring()) {
-      each([&](ga_param id, const Param& p, const void* gradient, int64_t number) {
-        defer({number, id, p.gradient_dtype, gradient, p.count});
-      });
-    } else {
-      if (rows_held_ > 0)
-        each([&](ga_param id, const Param& p, const void*, int64_t) {
-          if (p.held() == Held::kRows) make_dense(id);
-        });
-      set_micro(micro, model_.window.size(), model_.window.weight() + micro.weight);
-      Source source = contribution(nullptr, GA_F32, micro);
-      listed = model_.options.plain_path() && count <= listed_.capacity();
-      each([&](ga_param id, const Param& p, const void* gradient, int64_t number) {
-        source.data = gradient;
-        source.format = p.gradient_dtype;
-        if (add_task(id, number, source)) return;
-        writer_.move_gradient(static_cast<size_t>(id));
-        listed = false;
-      });
-      if (listed) listed_.assign(gradients, gradients + count);
-    }
-  }
+  using Call = Repetition::Call;
+  const Source like = contribution(nullptr, GA_F32, micro);
+  const bool opens = model_.window.empty();
+  const Call repeated =
+      repetition_.find(calls_, opens, model_.options.borrows(), reads ? gradients : nullptr, count);
+  Call made = Call::kOther;
+  if (repeated == Call::kBorrows)
+    borrow_again(gradients, like);
+  else if (repeated == Call::kAdds)
+    change_tasks(like);
+  else if (tasks_.clear(); reads)
+    made = list_tasks(gradients, micro, opens);
   model_.params.forget_delivered();
-  if (!model_.options.deferring())
+  if (!model_.options.deferring() && repeated != Call::kBorrows)
     model_.window.or_invalidate([&] {
       writer_.send_moved();
       model_.backend->accumulate(tasks_.span());
     });
   model_.window.add(micro);
   model_.backend->set_window_open(true);
-  if (listed) listed_by_ = calls_;
-  if (model_.options.deferring() && micro.weight > 0) settle(model_.window.size() - 1);
+  if (repeated != Call::kOther)
+    repetition_.repeat(calls_, repeated, like.scale);
+  else
+    repetition_.keep(calls_, made, gradients, count);
+  if (model_.options.deferring() && reads) settle(model_.window.size() - 1);
 }
 
-// Whether ga_accumulate gets the arrays that it got in the call before, with at most a ga_step between them.
-// Then nothing is to be checked again, and the list has the tasks that it needs.
-bool Accumulator::repeats(const void* const* gradients, size_t count) const {
-  return listed_by_ > 0 && listed_by_ + 1 == calls_ &&
-         std::equal(gradients, gradients + count, listed_.begin(), listed_.end());
+// Checks gradients and lists the tasks that add them, or defers that. Returns what a later call may repeat.
+Repetition::Call Accumulator::list_tasks(const void* const* gradients, const Micro& micro,
+                                         bool opens) {
+  using Call = Repetition::Call;
+  bool contributes = false;
+  each_gradient(gradients, [&](ga_param id, const void* gradient, int64_t) {
+    if (model_.params[id].window.ready) refuse_ready(id);
+    check_gradient(id, gradient);
+    contributes = true;
+  });
+  if (contributes) preparation_.prepare();
+  if (model_.options.deferring()) {
+    each_gradient(gradients, [&](ga_param id, const void* gradient, int64_t number) {
+      const Param& p = model_.params[id];
+      defer({number, id, p.gradient_dtype, gradient, p.count});
+    });
+    return Call::kOther;
+  }
+  if (rows_held_ > 0)
+    each_gradient(gradients, [&](ga_param id, const void*, int64_t) {
+      if (model_.params[id].held() == Held::kRows) make_dense(id);
+    });
+  set_micro(micro, model_.window.size(), model_.window.weight() + micro.weight);
+  Source source = contribution(nullptr, GA_F32, micro);
+  bool borrowed = false;
+  each_gradient(gradients, [&](ga_param id, const void* gradient, int64_t number) {
+    source.data = gradient;
+    source.format = model_.params[id].gradient_dtype;
+    if (add_task(id, number, source)) return;
+    writer_.move_gradient(static_cast<size_t>(id));
+    borrowed = true;
+  });
+  if (!model_.options.plain_path()) return Call::kOther;
+  if (!borrowed) return Call::kAdds;
+  const bool all = opens && tasks_.span().size == 0 && model_.config.device == GA_DEVICE_CPU;
+  return all ? Call::kBorrows : Call::kOther;
 }
 
-// Makes the listed tasks, each of which has written its accumulator, add the same arrays once more; or
-// begin with them, in a new window.
+// Leaves gradients where the window before found them too.
+void Accumulator::borrow_again(const void* const* gradients, const Source& like) {
+  Source source = like;
+  each_gradient(gradients, [&](ga_param id, const void* gradient, int64_t number) {
+    source.data = gradient;
+    source.format = model_.params[id].gradient_dtype;
+    borrow(id, number, source);
+  });
+}
+
+// Makes the listed tasks add the same arrays once more: to what the window has brought before, for the first time in
+// a window, and to what they have written, after that.
 void Accumulator::change_tasks(const Source& like) {
-  const bool first = model_.window.empty();
+  const bool again = repetition_.has_added();
   for (AccumulateTask& task : tasks_) {
-    if (task.sources == 2) task.source[0] = task.source[1];
+    const Source& before = task.source[task.sources - 1];
+    const Source given = {before.data, before.format, like.scale, like.divisor};
+    if (!again) {
+      add_to_held(model_.params[task.param], task, given);
+      continue;
+    }
+    task.source[0] = given;
     task.sources = 1;
-    task.keep = first ? 0 : 1;
-    task.source[0].scale = like.scale;
-    task.source[0].divisor = like.divisor;
-    if (first) model_.params[task.param].hold(Held::kStored);
+    task.keep = 1;
   }
 }
 

@@ -15,6 +15,7 @@
 #include "model/preparation.hpp"
 #include "model/table_writer.hpp"
 #include "window/lent_buffers.hpp"
+#include "window/repetition.hpp"
 
 namespace ga {
 
@@ -81,7 +82,11 @@ class Accumulator final : HasLists {
   }
   void forget_checks();  // there is new memory that gradients must not overlap
   void end_window();
-  void keep_list();  // ga_step has applied the window: the next one may add the same arrays again
+  // Whether the window, which ga_step ends, has brought what the one before did, and where that did.
+  bool repeats_window() const { return repetition_.is_whole(calls_); }
+  void keep_window() {
+    repetition_.end_window(calls_);
+  }  // ga_step has ended it: the next one may repeat it
   int64_t bytes() const;
 
   void reserve(size_t params) override;
@@ -120,13 +125,18 @@ class Accumulator final : HasLists {
   void check_gradient(ga_param id, const void* gradient);
   void check_new_gradient(ga_param id, const void* gradient);
   void check_lent(ga_param id, const void* gradient);
+  void borrow(ga_param id, int64_t number, const Source& given);
+  void add_to_held(Param& p, AccumulateTask& task, const Source& given);
   void lend(Param& p, AccumulateTask& task) const;
   void check_alive(ga_param id, const char* what, const void* data, int64_t bytes) const;
   void check_single(ga_param id) const;
   AccumulateTask* add_task(ga_param id, int64_t number, const Source& source,
                            bool may_borrow = true);
   void refine(ga_param id, AccumulateTask& task, Source& source);
-  bool repeats(const void* const* gradients, size_t count) const;
+  template <class Body>
+  void each_gradient(const void* const* gradients, Body&& body);
+  Repetition::Call list_tasks(const void* const* gradients, const Micro& micro, bool opens);
+  void borrow_again(const void* const* gradients, const Source& like);
   void change_tasks(const Source& like);
   void add(Span<const Whole> given, bool may_borrow, ConcurrentCalls::Lock* lock);
   bool take_part(ga_param id, const void* gradient);
@@ -168,10 +178,7 @@ class Accumulator final : HasLists {
 
   // Working lists, sized by reserve() so that no later call allocates.
   TaskList<AccumulateTask> tasks_;
-  std::vector<const void*> listed_;  // the gradients of the ga_accumulate whose tasks the list has
-  // The number of the call that left these tasks: that ga_accumulate, or the ga_step after it. The next ga_accumulate
-  // may use them again if no other call came between. 0: the list has other tasks.
-  uint64_t listed_by_ = 0;
+  Repetition repetition_;
 
   // Of the open micro-batch, if micro-batches are checked before they are added:
   TaskList<NormTask> norm_tasks_;

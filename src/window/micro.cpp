@@ -207,10 +207,6 @@ void Accumulator::restore(int64_t rows_held, bool noise_repeated) {
   noise_repeated_ = noise_repeated;
 }
 
-void Accumulator::keep_list() {
-  if (listed_by_ + 1 == calls_ && !model_.options.borrows()) listed_by_ = calls_;
-}
-
 void Accumulator::end_window() {
   for (Param& p : model_.params) {
     const bool written =
