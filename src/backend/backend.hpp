@@ -52,6 +52,9 @@ class TaskList {
   size_t size_ = 0;
 };
 
+// On the CPU, memory of at least so many bytes begins with a page.
+constexpr size_t kPage = 4096, kPagedBytes = size_t{256} << 10;
+
 // Memory where the arrays live, of the library or of the program.
 struct Region {
   void* data;

@@ -150,12 +150,15 @@ void ParamArrays::place(size_t i, Layout& l, F&& f) const {
   const Param& p = params_[i];
   Placer placer(config_.device != GA_DEVICE_CPU, p.data);
   for (const OwnedArray& a : of(i)) {
-    size_t& end = l.bytes[static_cast<size_t>(a.kind)];
+    const auto kind = static_cast<size_t>(a.kind);
     if (a.kind != kPartials) {
-      f(a, placer.place(end, a.bytes));
+      size_t end = l.end(kind);
+      const size_t offset = placer.place(end, a.bytes);
+      l.bytes[kind] = end - l.begin[kind];
+      f(a, offset);
     } else {  // partials lie side by side, see Layout::chunks()
-      f(a, end);
-      end = add_capped(end, a.bytes);
+      f(a, l.bytes[kind]);
+      l.bytes[kind] = add_capped(l.bytes[kind], a.bytes);
     }
   }
   const int op = params_.op_of(p);
@@ -168,11 +171,26 @@ void ParamArrays::place(size_t i, Layout& l, F&& f) const {
   l.scratch = std::max(l.scratch, static_cast<size_t>(elements) * (p.f64 ? 8 : 4));
 }
 
+// Of the arenas of all parameters that lack arrays. Each begins as the arrays of the first one would.
 ParamArrays::Layout ParamArrays::layout_of_new() const {
+  const auto lay_out = [this](Layout l) {
+    for (size_t i = 0; i < params_.size(); ++i)
+      if (params_[i].lacks_arrays()) place(i, l, [](const OwnedArray&, size_t) {});
+    return l;
+  };
+  const Layout all = lay_out({});
   Layout l;
-  for (size_t i = 0; i < params_.size(); ++i)
-    if (params_[i].lacks_arrays()) place(i, l, [](const OwnedArray&, size_t) {});
-  return l;
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const Param& p = params_[i];
+    if (!p.lacks_arrays() || p.count == 0) continue;
+    Placer placer(config_.device != GA_DEVICE_CPU, p.data);
+    for (const OwnedArray& a : of(i)) {
+      const auto kind = static_cast<size_t>(a.kind);
+      if (a.kind != kPartials) l.begin[kind] = placer.begin(all.bytes[kind]);
+    }
+    return lay_out(l);
+  }
+  return all;
 }
 
 // ---- Accounting ---------------------------------------------------------------------------------
@@ -224,8 +242,8 @@ int64_t ParamArrays::count(ga_memory& m, bool borrowing, bool lending) const {
   const auto scratch = static_cast<int64_t>(scratch_.bytes());
   const int64_t more_scratch = std::max<int64_t>(static_cast<int64_t>(fresh.scratch) - scratch, 0);
   const int64_t tables = backend_.table_bytes(chunks() + fresh.chunks());
-  m.workspace += tables + scratch + more_scratch;
-  return planned + tables - backend_.table_bytes(chunks()) + more_scratch;
+  m.workspace += tables + scratch + more_scratch + owned_.before() + fresh.before();
+  return planned + tables - backend_.table_bytes(chunks()) + more_scratch + fresh.before();
 }
 
 // ---- Allocation ---------------------------------------------------------------------------------
@@ -274,7 +292,7 @@ void ParamArrays::allocate(New& fresh) {
       static_cast<int64_t>(add_capped(owned_.bytes[kAccumulator], bytes[kAccumulator])));
   for (size_t k = 0; k < kArrayKinds; ++k) {
     if (bytes[k] == 0) continue;
-    fresh.made.arenas[k] = Buffer(backend_, bytes[k]);
+    fresh.made.arenas[k] = Buffer(backend_, fresh.made.layout.end(k));
     if (is_written_at_once(static_cast<int>(k)))
       write(fresh.made.arenas[k], owned_.chunks() + fresh.made.layout.chunks());
   }
@@ -282,6 +300,7 @@ void ParamArrays::allocate(New& fresh) {
     fresh.scratch = Buffer(backend_, fresh.made.layout.scratch);
   fresh.units.resize(n);
   Layout l;
+  l.begin = fresh.made.layout.begin;
   for (size_t i = 0; i < n; ++i) {
     if (!params_[i].lacks_arrays()) continue;
     each_units(i, [&](int which, const UnitPattern& pattern, bool both) {
@@ -319,6 +338,7 @@ void ParamArrays::claim_masters() {
 void ParamArrays::hand_over(New& fresh) {
   if (fresh.scratch.data()) scratch_.swap(fresh.scratch);
   Layout l;
+  l.begin = fresh.made.layout.begin;
   for (size_t i = 0; i < params_.size(); ++i) {
     Param& p = params_[i];
     if (!p.lacks_arrays()) continue;
@@ -335,6 +355,7 @@ void ParamArrays::hand_over(New& fresh) {
   }
   for (size_t k = 0; k < kArrayKinds; ++k) {
     owned_.bytes[k] += fresh.made.layout.bytes[k];
+    owned_.begin[k] += fresh.made.layout.begin[k];
     if (const Buffer& arena = fresh.made.arenas[k]; arena.data())
       ranges_.add(arena.data(), arena.bytes());
   }
@@ -374,6 +395,7 @@ void ParamArrays::free(size_t i) {
     if (!made.arenas[k].data()) continue;
     ranges_.remove(made.arenas[k].data());
     owned_.bytes[k] -= made.layout.bytes[k];
+    owned_.begin[k] -= made.layout.begin[k];
     made.arenas[k] = Buffer();
   }
 }

@@ -5,11 +5,13 @@
 
 #include <array>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <vector>
 
 #include "model/masters.hpp"
 #include "model/param.hpp"
+#include "model/placer.hpp"
 #include "model/ranges.hpp"
 
 namespace ga {
@@ -133,8 +135,11 @@ class ParamArrays {
   // How much of the arenas is taken, in bytes.
   struct Layout {
     std::array<size_t, kArrayKinds> bytes = {};
-    size_t scratch = 0;  // for the parameter whose update needs most
+    std::array<size_t, kArrayKinds> begin = {};  // not taken, before the first array
+    size_t scratch = 0;                          // for the parameter whose update needs most
 
+    size_t end(size_t kind) const { return add_capped(begin[kind], bytes[kind]); }
+    int64_t before() const { return std::accumulate(begin.begin(), begin.end(), int64_t{0}); }
     int64_t chunks() const { return static_cast<int64_t>(bytes[kPartials] / sizeof(Partial)); }
   };
   // Arenas of the arrays that one call has made, and how many of their parameters are left.

@@ -4,11 +4,14 @@
 // One kernel walks the arrays of a parameter all together with the parameter. Where the addresses of two streams are
 // nearly alike in their low 12 bits, a core takes the load of one for depending on the store to the other (measured:
 // half the speed), so the arrays of a large parameter lie 17 cache lines apart within a page, counted from the
-// parameter. On a device they begin with a line of its caches, which are 128 bytes long.
+// parameter. Small ones lie side by side, and so do the parameters of many programs: it is the arenas with many of them
+// that begin so. On a device arrays begin with a line of its caches, which are 128 bytes long.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+
+#include "backend/backend.hpp"
 
 namespace ga {
 
@@ -20,8 +23,7 @@ inline size_t add_capped(size_t a, size_t b) {
 
 class Placer {
  public:
-  // param: where the parameter lies. placed: how many of its arrays lie in other arenas. An arena with room for a large
-  // array begins with a page.
+  // param: where the parameter lies. placed: how many of its arrays lie in other arenas.
   Placer(bool on_device, const void* param, size_t placed = 0)
       : on_device_(on_device),
         wanted_(reinterpret_cast<uintptr_t>(param) / kLine * kLine + placed * kSpacing) {}
@@ -37,12 +39,19 @@ class Placer {
     end = add_capped(offset, bytes);
     return offset;
   }
+  // Where within a page an arena for the next array of this parameter and those of others begins, if it has so many
+  // bytes.
+  size_t begin(size_t bytes) {
+    wanted_ += kSpacing;
+    return on_device_ || bytes < kPagedBytes ? 0 : wanted_ % kPage;
+  }
   // The most that an array takes of an arena on the CPU.
   static size_t room(size_t bytes) { return bytes + (bytes >= kLarge ? kPage : 0); }
 
  private:
-  static constexpr size_t kLine = 64, kDeviceLine = 128, kPage = 4096;
+  static constexpr size_t kLine = 64, kDeviceLine = 128;
   static constexpr size_t kSpacing = 17 * kLine, kLarge = size_t{1} << 20;
+  static_assert(kLarge >= kPagedBytes);
 
   const bool on_device_;
   size_t wanted_;  // where within a page the array that was placed last begins, as an address

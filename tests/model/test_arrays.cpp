@@ -3,6 +3,7 @@
 // When a parameter's arrays are made: by the first contribution that is certain to succeed, not by
 // calls that fail or contribute nothing, and never for frozen parameters. Two contexts cannot have
 // master weights for the same memory. Also what ga_context_memory reports.
+#include <deque>
 #include <memory>
 
 #include "formats.hpp"
@@ -356,6 +357,46 @@ TEST(Placer, ArraysOfALargeParameterAreApartWithinAPage) {
       }
     EXPECT_EQ((begin - streams[3]) % 4096, (streams[3] - streams[2]) % 4096);
   }
+}
+
+// Parameters that lie side by side, as the arrays of each kind do: the streams of all are apart if the first ones are.
+TEST(Placer, ArenasOfSmallArraysAreApartWithinAPage) {
+  for (const size_t address : {size_t{0x7f0012340000}, size_t{0x7f0012345678}}) {
+    std::vector<size_t> streams = {address};
+    Placer first(false, reinterpret_cast<const void*>(address));
+    for (int k = 0; k < 3; ++k) streams.push_back(first.begin(size_t{400} * 2048));
+    for (size_t a = 0; a < streams.size(); ++a)
+      for (size_t b = 0; b < a; ++b) {
+        const size_t apart = (streams[a] - streams[b]) % 4096;
+        EXPECT_GE(std::min(apart, 4096 - apart), 512u) << a << " and " << b;
+      }
+  }
+  Placer few(false, reinterpret_cast<const void*>(0x7f0012345678)),
+      device(true, reinterpret_cast<const void*>(0x7f0012345678));
+  EXPECT_EQ(few.begin(10000), 0u) << "of which a page would be much";
+  EXPECT_EQ(device.begin(size_t{1} << 30), 0u);
+}
+
+// What lies before their first arrays is counted as workspace, before it is allocated and after.
+TEST(MemoryReport, ArenasOfSmallArrays) {
+  std::deque<Tensor> p;
+  Context ctx;
+  const ga_group group = ctx.group(optimizer(GA_OPTIMIZER_ADAMW));
+  std::vector<const void*> gradients;
+  const Tensor g(GA_F32, 1024, 1.0);
+  for (int i = 0; i < 200; ++i) {
+    add(ctx, group, p.emplace_back(GA_F32, 1024));
+    gradients.push_back(g.data());
+  }
+  const ga_memory planned = memory(ctx);
+  ctx.accumulate(gradients);
+  EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+  const ga_memory used = memory(ctx);
+  EXPECT_EQ(used.accumulators, 200 * 4096);
+  EXPECT_EQ(used.optimizer_state, 2 * 200 * 4096);
+  EXPECT_EQ(planned.workspace, used.workspace);
+  EXPECT_EQ(planned.total, used.total);
+  EXPECT_EQ(used.resident, used.total);
 }
 
 TEST(Placer, SmallArraysLieSideBySideAndThoseOfADeviceAtALine) {

@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "backend/backend.hpp"
 #include "core/os/system.hpp"
 
 namespace ga::cpu {
@@ -16,7 +17,7 @@ bool is_large(size_t bytes) { return bytes >= os::kHugePage / 2; }
 
 void* allocate(size_t bytes) {
   if (is_large(bytes)) return os::map_pages(bytes);
-  void* const data = os::allocate_aligned(bytes, kCacheLine);
+  void* const data = os::allocate_aligned(bytes, bytes >= kPagedBytes ? kPage : kCacheLine);
   std::memset(data, 0, bytes);
   return data;
 }
