@@ -53,7 +53,7 @@ class TaskList {
 };
 
 // On the CPU, memory of at least so many bytes begins with a page.
-constexpr size_t kPage = 4096, kPagedBytes = size_t{256} << 10;
+constexpr size_t kPage = 4096, kPagedBytes = size_t{64} << 10;
 
 // Memory where the arrays live, of the library or of the program.
 struct Region {
