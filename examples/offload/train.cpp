@@ -1,12 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "train.hpp"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <chrono>
-#include <cstdlib>
-#include <cstring>
 #include <memory>
 #include <stdexcept>
 
@@ -33,23 +29,6 @@ void note_done(void* times, ga_param param) {
   (*static_cast<std::vector<double>*>(times))[static_cast<std::size_t>(param)] = now();
 }
 
-// Memory in huge pages that are all there at once, as pinned memory is: the first windows would take the
-// time to make them otherwise.
-void* allocate(void* /*user*/, std::size_t bytes, ga_device /*device*/, void* /*stream*/) {
-  constexpr std::size_t kHugePage = std::size_t{2} << 20;
-  const std::size_t alignment = bytes < kHugePage ? 64 : kHugePage;
-  const std::size_t whole = (bytes + alignment - 1) / alignment * alignment;
-  void* const data = std::aligned_alloc(alignment, whole);
-  if (!data) return nullptr;
-  madvise(data, whole, MADV_HUGEPAGE);  // refused for small blocks, which do without
-  return std::memset(data, 0, whole);
-}
-
-void release(void* /*user*/, void* data, std::size_t /*bytes*/, ga_device /*device*/,
-             void* /*stream*/) {
-  std::free(data);
-}
-
 Context make_context(const Model& model, const Way& way, std::vector<std::uint16_t>& p,
                      std::vector<double>& done) {
   ga_config config;
@@ -59,8 +38,6 @@ Context make_context(const Model& model, const Way& way, std::vector<std::uint16
   config.nonfinite = way.clip > 0 ? GA_NONFINITE_SKIP_STEP : GA_NONFINITE_IGNORE;
   config.eager = way.eager;
   config.eager_threads = way.eager;
-  config.allocate = allocate;
-  config.free = release;
   config.on_param_done = note_done;
   config.on_param_done_user = &done;
   ga_context* created = nullptr;

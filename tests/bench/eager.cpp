@@ -139,9 +139,6 @@ void hidden(const Options& options, Report& report, const Layout& layout, const 
   way.eager = true;
   way.eager_threads = 1;
   Layers eager(layout, q.get(), threads, way);
-  // Arrays get their memory when they are first written, which takes long: all of them in a window in which
-  // nothing is updated ahead.
-  eager.window(g.get(), 0);
   Times whole, left;
   for (int round = -2; round < options.rounds(); ++round) {
     const double step = plain.window(g.get(), 0);
@@ -150,7 +147,7 @@ void hidden(const Options& options, Report& report, const Layout& layout, const 
     whole.push_back(step);
     left.push_back(rest);
   }
-  const double windows = options.rounds() + 3, layers = static_cast<double>(layout.shapes.size());
+  const double windows = options.rounds() + 2, layers = static_cast<double>(layout.shapes.size());
   report.figure(
       id, left / whole, slower == 1 ? Sense::kAtMost : Sense::kNone, most,
       format("%s: %.1f ms after the last gradient, %.1f ms without; of %.0f layers %.1f ahead, "

@@ -286,10 +286,6 @@ def measure_offload(library, report, options, makers, rounds):
             name: ComposedSide(makers[name], start, gradients, False),
             name + "_norm": ComposedSide(makers[name], start, gradients, True),
         }
-        # The library's arrays get their memory when they are first written, which takes long: all of them in a
-        # window in which nothing is updated ahead.
-        for side in (plain, *sides.values()):
-            from_the_last(side, gradients, 0)
         t = {side: [] for side in ["plain", *sides]}
         order = list(sides)
         for turn in range(-2, rounds):
