@@ -4,8 +4,9 @@
 // One kernel walks the arrays of a parameter all together with the parameter. Where the addresses of two streams are
 // nearly alike in their low 12 bits, a core takes the load of one for depending on the store to the other (measured:
 // half the speed), so the arrays of a large parameter lie 17 cache lines apart within a page, counted from the
-// parameter. Small ones lie side by side, and so do the parameters of many programs: it is the arenas with many of them
-// that begin so. On a device arrays begin with a line of its caches, which are 128 bytes long.
+// parameter. Small ones lie side by side in an arena, as the parameters of many programs do, and so do the others
+// beside them: their arenas begin that far apart. On a device arrays begin with a line of its caches, which are 128 bytes
+// long.
 #pragma once
 
 #include <cstddef>
@@ -39,8 +40,8 @@ class Placer {
     end = add_capped(offset, bytes);
     return offset;
   }
-  // Where within a page an arena for the next array of this parameter and those of others begins, if it has so many
-  // bytes.
+  // Where the first array of an arena with so many bytes is to begin, within a page, if it is the next one of this
+  // parameter.
   size_t begin(size_t bytes) {
     wanted_ += kSpacing;
     return on_device_ || bytes < kPagedBytes ? 0 : wanted_ % kPage;

@@ -48,8 +48,7 @@ class Step final : HasLists {
   Model& model_;
   Update update_;
   std::vector<ga_param> norms_;  // of StepSums
-  bool noted_ =
-      false;  // apply() has noted what the window, if it is applied, would have it note again
+  bool noted_ = false;           // what apply() notes of the parameters is what it has noted before
 };
 
 }  // namespace ga

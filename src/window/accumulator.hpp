@@ -82,11 +82,10 @@ class Accumulator final : HasLists {
   }
   void forget_checks();  // there is new memory that gradients must not overlap
   void end_window();
-  // Whether the window, which ga_step ends, has brought what the one before did, and where that did.
+  // Whether the window that ga_step ends has brought the same arrays as the one before, by the same calls.
   bool repeats_window() const { return repetition_.is_whole(calls_); }
-  void keep_window() {
-    repetition_.end_window(calls_);
-  }  // ga_step has ended it: the next one may repeat it
+  // ga_step has ended the window, which the next one may repeat.
+  void keep_window() { repetition_.end_window(calls_); }
   int64_t bytes() const;
 
   void reserve(size_t params) override;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Calls that bring the same arrays as calls before them, window after window, as those of most programs do. Then
-// nothing is to be checked again, the list has the tasks, and the tables have what a window brings. So as long as the
-// program calls nothing but ga_accumulate and ga_step.
+// Most programs bring the same arrays in every window. Then gradients need not be checked again, the tasks that add them
+// are in the list, and the tables have what the window brings. This class finds out whether a call brings what an earlier
+// one did. It forgets all as soon as the program calls anything but ga_accumulate and ga_step.
 #pragma once
 
 #include <algorithm>
@@ -13,8 +13,8 @@ namespace ga {
 
 class Repetition {
  public:
-  // What a ga_accumulate does with the gradients that it gets: leaves all of them in the program's buffers, which the
-  // first one of a window may do; or adds all of them, by the tasks of the list.
+  // What a ga_accumulate does with its gradients. kBorrows: it is the first of a window, and leaves all of them in the
+  // program's buffers. kAdds: it adds all of them, by the tasks of the list.
   enum class Call { kOther, kBorrows, kAdds };
 
   void reserve(size_t count) {
@@ -22,11 +22,12 @@ class Repetition {
     added_.reserve(count);
   }
 
-  // What call number `call` repeats. opens: it is the first one of its window. borrows: that one leaves gradients where
-  // they are. gradients NULL: the call brings none.
+  // Returns what the ga_accumulate with that number repeats. opens: it is the first of its window. borrows: the first of
+  // a window leaves gradients where they are. gradients NULL: it brings none. One of the next two functions must be called
+  // when the call has done its work.
   Call find(uint64_t call, bool opens, bool borrows, const void* const* gradients, size_t count) {
     if (last_ + 1 != call) forget();
-    last_ = 0;  // unless keep() says that the call has ended
+    last_ = 0;  // in case the call fails
     const auto is = [&](const Gradients& known) {
       return gradients && known.size() == count &&
              std::equal(known.begin(), known.end(), gradients);
@@ -35,16 +36,16 @@ class Repetition {
     return is(added_) ? Call::kAdds : Call::kOther;
   }
 
-  // Whether this window has used the tasks of the list before.
+  // Whether the tasks of the list have run in this window before.
   bool has_added() const { return window_.adds; }
 
-  // The call that find() was told of has repeated what it said. scale: of gradients that were borrowed.
+  // The call has repeated what find() returned. scale: that of its gradients.
   void repeat(uint64_t call, Call what, double scale) {
     last_ = call;
     if (what == Call::kAdds) window_.adds = true;
     if (what == Call::kBorrows) window_.scale = scale;
   }
-  // It has done something new, so that the list has other tasks.
+  // The call has done something new, and the list has its tasks.
   void keep(uint64_t call, Call what, const void* const* gradients, size_t count) {
     last_ = call;
     window_ = {what == Call::kAdds, NAN};
@@ -54,7 +55,7 @@ class Repetition {
       known.assign(gradients, gradients + count);
   }
 
-  // Whether the window, which ga_step ends as call number `call`, has repeated the one before as a whole.
+  // Whether all calls of the window that the ga_step with that number ends have repeated those of the window before.
   bool is_whole(uint64_t call) const {
     return last_ + 1 == call && window_.adds == before_.adds && window_.scale == before_.scale;
   }
@@ -80,7 +81,8 @@ class Repetition {
     added_.clear();
   }
 
-  uint64_t last_ = 0;  // the call before, which has told all that it did; 0: none
+  uint64_t last_ =
+      0;  // number of the last ga_accumulate or ga_step; 0: it failed, or there was none
   Gradients borrowed_, added_;
   Window window_ = {false, NAN}, before_ = {false, NAN};
 };
