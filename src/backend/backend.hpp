@@ -52,7 +52,7 @@ class TaskList {
   size_t size_ = 0;
 };
 
-// On the CPU, memory of at least so many bytes begins with a page.
+// On the CPU, memory of the library's own of kPagedBytes and more begins with a page.
 constexpr size_t kPage = 4096, kPagedBytes = size_t{64} << 10;
 
 // Memory where the arrays live, of the library or of the program.

@@ -171,7 +171,8 @@ void ParamArrays::place(size_t i, Layout& l, F&& f) const {
   l.scratch = std::max(l.scratch, static_cast<size_t>(elements) * (p.f64 ? 8 : 4));
 }
 
-// Of the arenas of all parameters that lack arrays. Each begins as the arrays of the first one would.
+// Returns what the parameters that lack arrays take of new arenas. Those that are large enough do not begin with their
+// first array, see Placer, so the arrays are laid out twice: for the sizes, and from there.
 ParamArrays::Layout ParamArrays::layout_of_new() const {
   const auto lay_out = [this](Layout l) {
     for (size_t i = 0; i < params_.size(); ++i)
@@ -186,7 +187,7 @@ ParamArrays::Layout ParamArrays::layout_of_new() const {
     Placer placer(config_.device != GA_DEVICE_CPU, p.data);
     for (const OwnedArray& a : of(i)) {
       const auto kind = static_cast<size_t>(a.kind);
-      if (a.kind != kPartials) l.begin[kind] = placer.begin(all.bytes[kind]);
+      if (a.kind != kPartials) l.begin[kind] = placer.next_begin(all.bytes[kind]);
     }
     return lay_out(l);
   }

@@ -4,9 +4,9 @@
 // One kernel walks the arrays of a parameter all together with the parameter. Where the addresses of two streams are
 // nearly alike in their low 12 bits, a core takes the load of one for depending on the store to the other (measured:
 // half the speed), so the arrays of a large parameter lie 17 cache lines apart within a page, counted from the
-// parameter. Small ones lie side by side in an arena, as the parameters of many programs do, and so do the others
-// beside them: their arenas begin that far apart. On a device arrays begin with a line of its caches, which are 128 bytes
-// long.
+// parameter. Small arrays lie side by side, each kind in an arena of its own, as the small parameters of many
+// programs do: there the arenas begin 17 lines apart. On a device arrays begin with a line of its caches, which are 128
+// bytes long.
 #pragma once
 
 #include <cstddef>
@@ -42,7 +42,7 @@ class Placer {
   }
   // Where the first array of an arena with so many bytes is to begin, within a page, if it is the next one of this
   // parameter.
-  size_t begin(size_t bytes) {
+  size_t next_begin(size_t bytes) {
     wanted_ += kSpacing;
     return on_device_ || bytes < kPagedBytes ? 0 : wanted_ % kPage;
   }
@@ -52,7 +52,7 @@ class Placer {
  private:
   static constexpr size_t kLine = 64, kDeviceLine = 128;
   static constexpr size_t kSpacing = 17 * kLine, kLarge = size_t{1} << 20;
-  static_assert(kLarge >= kPagedBytes);
+  static_assert(kLarge >= kPagedBytes, "place() counts from the page that an arena begins with");
 
   const bool on_device_;
   size_t wanted_;  // where within a page the array that was placed last begins, as an address

@@ -10,8 +10,8 @@ int64_t Preparation::bytes_of_lists(size_t params) const {
   const size_t words = model_.config.device == GA_DEVICE_CPU ? 0 : 3 * sizeof(Word);
   return model_.speculation->list_bytes(params) +
          static_cast<int64_t>(params * (sizeof(Param) + sizeof(Tensor) + sizeof(Source) +
-                                        sizeof(AccumulateTask) + sizeof(void*) +
-                                        11 * sizeof(ga_param) + words));
+                                        sizeof(AccumulateTask) + 2 * sizeof(void*) +
+                                        2 * sizeof(int64_t) + 11 * sizeof(ga_param) + words));
 }
 
 void Preparation::make_lacking() {

@@ -54,7 +54,7 @@ bool Step::repeats_window() const {
 // gradients after clipping by value.
 StepSums Step::write_window(bool discards) {
   const bool written = repeats_window();
-  noted_ = noted_ && written;
+  flags_set_ = flags_set_ && written;
   if (!written) norms_.clear();
   for (size_t i = 0; i < model_.tables.params() && !written; ++i) {
     if (is_written(i)) continue;
@@ -130,8 +130,8 @@ bool Step::decide(const WindowTotals& totals, const StepSums& sums) {
 void Step::apply() {
   update_.run();
   update_.gather();
-  if (noted_) return;
-  noted_ = true;
+  if (flags_set_) return;
+  flags_set_ = true;
   for (Param& p : model_.params) {
     if (!p.owns) continue;
     p.average_written = true;
@@ -143,7 +143,7 @@ void Step::apply() {
     p.accumulator_written = p.accumulator_written || op < 0 || op_info(op).emits;
     if (op >= 0) continue;
     model_.params.deliver(p);
-    noted_ = false;
+    flags_set_ = false;
   }
 }
 

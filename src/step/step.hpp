@@ -48,7 +48,7 @@ class Step final : HasLists {
   Model& model_;
   Update update_;
   std::vector<ga_param> norms_;  // of StepSums
-  bool noted_ = false;           // what apply() notes of the parameters is what it has noted before
+  bool flags_set_ = false;       // apply() has set all flags of parameters that it would set again
 };
 
 }  // namespace ga

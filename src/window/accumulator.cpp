@@ -297,7 +297,7 @@ void Accumulator::accumulate(const void* const* gradients, size_t count, double 
   if (repeated != Call::kOther)
     repetition_.repeat(calls_, repeated, like.scale);
   else
-    repetition_.keep(calls_, made, gradients, count);
+    repetition_.keep(calls_, made, opens, gradients, count);
   if (model_.options.deferring() && reads) settle(model_.window.size() - 1);
 }
 
@@ -339,7 +339,8 @@ Repetition::Call Accumulator::list_tasks(const void* const* gradients, const Mic
   return all ? Call::kBorrows : Call::kOther;
 }
 
-// Leaves gradients where the window before found them too.
+// Leaves gradients where the window before found them too. They are among the lent buffers still: that window has
+// lent no others.
 void Accumulator::borrow_again(const void* const* gradients, const Source& like) {
   Source source = like;
   each_gradient(gradients, [&](ga_param id, const void* gradient, int64_t number) {

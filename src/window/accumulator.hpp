@@ -82,8 +82,8 @@ class Accumulator final : HasLists {
   }
   void forget_checks();  // there is new memory that gradients must not overlap
   void end_window();
-  // Whether the window that ga_step ends has brought the same arrays as the one before, by the same calls.
-  bool repeats_window() const { return repetition_.is_whole(calls_); }
+  // Whether the window that ga_step ends has brought the same arrays as the one before, in the same way.
+  bool repeats_window() const { return repetition_.is_same_window(calls_); }
   // ga_step has ended the window, which the next one may repeat.
   void keep_window() { repetition_.end_window(calls_); }
   int64_t bytes() const;

@@ -5,7 +5,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <vector>
 
@@ -18,8 +17,8 @@ class Repetition {
   enum class Call { kOther, kBorrows, kAdds };
 
   void reserve(size_t count) {
-    borrowed_.reserve(count);
-    added_.reserve(count);
+    opening_.reserve(count);
+    listed_.reserve(count);
   }
 
   // Returns what the ga_accumulate with that number repeats. opens: it is the first of its window. borrows: the first of
@@ -32,8 +31,10 @@ class Repetition {
       return gradients && known.size() == count &&
              std::equal(known.begin(), known.end(), gradients);
     };
-    if (opens && borrows) return is(borrowed_) ? Call::kBorrows : Call::kOther;
-    return is(added_) ? Call::kAdds : Call::kOther;
+    if (opens && borrows) return is(opening_) ? Call::kBorrows : Call::kOther;
+    // The first addition of a window is to gradients that were borrowed, which it must not overlap.
+    const bool checked = !borrows || window_.adds || (window_.borrows && follows_opening_);
+    return checked && is(listed_) ? Call::kAdds : Call::kOther;
   }
 
   // Whether the tasks of the list have run in this window before.
@@ -42,49 +43,69 @@ class Repetition {
   // The call has repeated what find() returned. scale: that of its gradients.
   void repeat(uint64_t call, Call what, double scale) {
     last_ = call;
-    if (what == Call::kAdds) window_.adds = true;
-    if (what == Call::kBorrows) window_.scale = scale;
+    if (what == Call::kAdds) {
+      window_.adds = true;
+    } else {
+      window_.borrows = true;
+      window_.scale = scale;
+    }
   }
   // The call has done something new, and the list has its tasks.
-  void keep(uint64_t call, Call what, const void* const* gradients, size_t count) {
+  void keep(uint64_t call, Call what, bool opens, const void* const* gradients, size_t count) {
     last_ = call;
-    window_ = {what == Call::kAdds, NAN};
-    added_.clear();
-    Gradients& known = what == Call::kAdds ? added_ : borrowed_;
+    window_.is_new = true;
+    if (what == Call::kAdds) {
+      follows_opening_ = window_.borrows && !window_.adds;
+      window_.adds = true;
+    } else {
+      window_.adds = false;
+      window_.borrows = what == Call::kBorrows;
+    }
+    listed_.clear();
+    if (opens || what == Call::kOther) opening_.clear();
+    Gradients& known = what == Call::kAdds ? listed_ : opening_;
     if (what != Call::kOther && count <= known.capacity())
       known.assign(gradients, gradients + count);
   }
 
-  // Whether all calls of the window that the ga_step with that number ends have repeated those of the window before.
-  bool is_whole(uint64_t call) const {
-    return last_ + 1 == call && window_.adds == before_.adds && window_.scale == before_.scale;
+  // Whether all calls of the window that the ga_step with that number ends have repeated calls of the window before, so
+  // that both have brought the same.
+  bool is_same_window(uint64_t call) const {
+    return last_ + 1 == call && !window_.is_new && !before_.is_new &&
+           window_.adds == before_.adds && window_.borrows == before_.borrows &&
+           window_.scale == before_.scale;
   }
   void end_window(uint64_t call) {
     if (last_ + 1 != call) return forget();
     last_ = call;
     before_ = window_;
-    window_ = {};
+    window_ = {false, false, false, 0};
   }
 
  private:
   using Gradients = std::vector<const void*>;
   // What the calls of a window have done.
   struct Window {
-    bool adds = false;
-    double scale = 0;  // of the gradients that were borrowed; NaN: something was new
+    bool is_new;   // some of them something new
+    bool borrows;  // the first one has left its gradients where they are, with this scale
+    bool adds;     // the tasks of the list have run
+    double scale;
   };
+  static constexpr Window kUnknown = {true, false, false, 0};
 
   void forget() {
     last_ = 0;
-    window_ = before_ = {false, NAN};
-    borrowed_.clear();
-    added_.clear();
+    window_ = before_ = kUnknown;
+    opening_.clear();
+    listed_.clear();
   }
 
-  uint64_t last_ =
-      0;  // number of the last ga_accumulate or ga_step; 0: it failed, or there was none
-  Gradients borrowed_, added_;
-  Window window_ = {false, NAN}, before_ = {false, NAN};
+  // The number of the last ga_accumulate or ga_step; 0: it failed, or there was none.
+  uint64_t last_ = 0;
+  Gradients opening_;  // of the first call of a window, which has borrowed them; empty: not known
+  Gradients listed_;   // of the tasks in the list
+  bool follows_opening_ = false;  // they were checked behind the first call, as the next addition
+  Window window_ = kUnknown, before_ = kUnknown;
 };
 
 }  // namespace ga

@@ -364,7 +364,7 @@ TEST(Placer, ArenasOfSmallArraysAreApartWithinAPage) {
   for (const size_t address : {size_t{0x7f0012340000}, size_t{0x7f0012345678}}) {
     std::vector<size_t> streams = {address};
     Placer first(false, reinterpret_cast<const void*>(address));
-    for (int k = 0; k < 3; ++k) streams.push_back(first.begin(size_t{400} * 2048));
+    for (int k = 0; k < 3; ++k) streams.push_back(first.next_begin(size_t{400} * 2048));
     for (size_t a = 0; a < streams.size(); ++a)
       for (size_t b = 0; b < a; ++b) {
         const size_t apart = (streams[a] - streams[b]) % 4096;
@@ -373,8 +373,8 @@ TEST(Placer, ArenasOfSmallArraysAreApartWithinAPage) {
   }
   Placer few(false, reinterpret_cast<const void*>(0x7f0012345678)),
       device(true, reinterpret_cast<const void*>(0x7f0012345678));
-  EXPECT_EQ(few.begin(10000), 0u) << "of which a page would be much";
-  EXPECT_EQ(device.begin(size_t{1} << 30), 0u);
+  EXPECT_EQ(few.next_begin(10000), 0u) << "of which a page would be much";
+  EXPECT_EQ(device.next_begin(size_t{1} << 30), 0u);
 }
 
 // What lies before their first arrays is counted as workspace, before it is allocated and after.

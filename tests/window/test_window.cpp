@@ -1855,7 +1855,7 @@ const RepeatsCase kRepeats[] = {
     {"LentEager",
      [](ga_config& c) {
        c.gradient_life = GA_GRADIENTS_LENT;
-       c.eager = 1;
+       c.eager = std::getenv("GA_TEST_DEVICE") == nullptr;  // which is for the CPU alone
      }},
     {"RunningMean", [](ga_config& c) { c.accumulation = GA_ACCUMULATE_RUNNING_MEAN; }},
     {"DropMicro", [](ga_config& c) { c.nonfinite = GA_NONFINITE_DROP_MICRO; }},
@@ -1969,6 +1969,91 @@ TEST_P(Repeats, AreLikeOtherArrays) {
 }
 INSTANTIATE_TEST_SUITE_P(Window, Repeats, testing::ValuesIn(kRepeats),
                          [](const auto& param) { return std::string(param.param.name); });
+
+// Whatever a program repeats: calls with the same arrays as before are refused if they would be refused in a context that
+// knows of no calls before, and else they do the same. Some of the arrays overlap.
+TEST(Window, RepeatedCallsAreRefusedLikeOthers) {
+  constexpr int64_t kCount = 48;
+  struct Run {
+    Context ctx;
+    Block p = Block(2 * kCount, 1), g = Block(6 * kCount);
+    explicit Run(const ga_config& c) : ctx(c) {
+      const ga_group group = ctx.group(optimizer(GA_OPTIMIZER_ADAMW));
+      for (const int i : {0, 1}) ctx.param(group, "p" + std::to_string(i), &p[i * kCount], kCount);
+    }
+    void write_gradients(double factor) {
+      for (size_t i = 0; i < g.size(); ++i)
+        g[i] = static_cast<float>(factor * std::sin(static_cast<double>(i)));
+    }
+  };
+  struct Call {
+    int array[2];  // -1: NULL
+    double weight;
+  };
+  for (const int32_t life : {GA_GRADIENTS_CONSUMED, GA_GRADIENTS_LIVE, GA_GRADIENTS_LENT}) {
+    ga_config c = config();
+    c.gradient_life = life;
+    Run chained(c), other(c);
+    Random random(static_cast<uint64_t>(3 + life));
+    const auto any_call = [&] {
+      Call call = {{-1, -1}, static_cast<double>(random.below(3))};
+      for (int& array : call.array) array = static_cast<int>(random.below(6)) - 1;
+      return call;
+    };
+    const auto accumulate = [](Run& r, const Call& call, size_t count) {
+      const void* list[3] = {};
+      for (const size_t i : {0, 1}) {
+        constexpr int64_t kAt[] = {0, kCount, 2 * kCount, kCount / 2,
+                                   3 * kCount};  // the fourth overlaps two
+        if (call.array[i] >= 0) list[i] = &r.g[static_cast<size_t>(kAt[call.array[i]])];
+      }
+      return ga_accumulate(r.ctx, list, count, call.weight, nullptr);
+    };
+    int refused = 0, applied = 0;
+    std::vector<Call> window;
+    for (int w = 0; w < 6000; ++w) {
+      const double factor = static_cast<double>(1 + w % 7);
+      chained.write_gradients(factor);
+      other.write_gradients(factor);
+      if (random.below(4) == 0) {
+        window.resize(static_cast<size_t>(random.below(4)));
+        for (Call& call : window) call = any_call();
+      } else if (!window.empty() && random.below(4) == 0) {
+        window[static_cast<size_t>(random.below(static_cast<int64_t>(window.size())))] = any_call();
+      }
+      for (const Call& call : window) {
+        ASSERT_EQ(accumulate(other, call, 3), GA_ERROR_INVALID_ARGUMENT) << "a call between";
+        const ga_status one = accumulate(chained, call, 2);
+        ASSERT_EQ(one, accumulate(other, call, 2)) << "window " << w << ": " << ga_last_error();
+        refused += one != GA_OK;
+      }
+      const ga_step_result a = step(chained.ctx), b = step(other.ctx);
+      ASSERT_EQ(memcmp(&a, &b, sizeof a), 0) << "window " << w;
+      ASSERT_TRUE(same_bits(chained.p, other.p)) << "window " << w;
+      applied += a.outcome == GA_STEP_APPLIED;
+    }
+    EXPECT_GT(applied, 1000);
+    EXPECT_EQ(refused > 100, life != GA_GRADIENTS_CONSUMED) << refused;
+  }
+}
+
+// A scale may be so small that it is 0.
+TEST(Window, ABorrowedGradientOfScaleZeroIsNoRepetition) {
+  Block p(16, 1);
+  const Block g(16, 1);
+  ga_config c = config();
+  c.gradient_life = GA_GRADIENTS_LIVE;
+  c.reduce = GA_REDUCE_SUM;
+  Context ctx(c);
+  ctx.param(ctx.group(plain_sgd()), "p", p.data(), 16);
+  const void* list[] = {g.data()};
+  ASSERT_OK(ga_accumulate(ctx, list, 1, 1, nullptr));
+  EXPECT_EQ(step(ctx).norm, 4);
+  EXPECT_EQ(step(ctx).outcome, GA_STEP_SKIPPED_EMPTY);
+  ASSERT_OK(ga_accumulate(ctx, list, 1, 1e-20, MicroOptions(1e306)));
+  EXPECT_EQ(step(ctx).norm, 0);
+  EXPECT_EQ(p[0], 0);
+}
 
 // An overflow in one window must not be found in the next, whoever writes the accumulator first,
 // and not even in the padding after its last element.

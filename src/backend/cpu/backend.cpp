@@ -39,7 +39,8 @@ class CpuBackend final : public Backend, public HostWork {
 
   void* allocate(size_t bytes) override {
     if (!allocator_.is_set()) return cpu::allocate(bytes);
-    const size_t slack = bytes >= kPagedBytes ? kPage : 0;
+    // With a page more, large blocks begin with a page, as those of the library's own do.
+    const size_t slack = bytes >= kLarge ? kPage : 0;
     void* const given = allocator_.allocate(bytes + slack);
     void* data = given;
     size_t room = bytes + slack;
@@ -58,7 +59,7 @@ class CpuBackend final : public Backend, public HostWork {
     if (keeps_memory_) return;
     if (!allocator_.is_set()) return cpu::free(data, bytes);
     if (!data) return;
-    if (bytes < kPagedBytes) return allocator_.free(data, bytes);
+    if (bytes < kLarge) return allocator_.free(data, bytes);
     const auto given = given_.find(data);
     allocator_.free(given->second, bytes + kPage);
     given_.erase(given);
@@ -482,6 +483,8 @@ class CpuBackend final : public Backend, public HostWork {
     for (int64_t piece = 1; piece < pattern.pieces; ++piece)
       for (int64_t u = 0; u < pattern.units; ++u) sums[u] += sums[piece * pattern.units + u];
   }
+
+  static constexpr size_t kLarge = size_t{1} << 20;
 
   const Allocator allocator_;
   std::map<void*, void*> given_;  // a large block, and the program's address of it
