@@ -1995,11 +1995,10 @@ TEST(Window, RepeatedCallsAreRefusedLikeOthers) {
     c.gradient_life = life;
     Run chained(c), other(c);
     Random random(static_cast<uint64_t>(3 + life));
-    const auto any_call = [&] {
-      Call call = {{-1, -1}, static_cast<double>(random.below(3))};
-      for (int& array : call.array) array = static_cast<int>(random.below(6)) - 1;
-      return call;
-    };
+    // So few that windows repeat parts of each other.
+    const Call calls[] = {{{0, 1}, 1}, {{2, 4}, 1},   {{0, -1}, 1}, {{-1, 0}, 1},
+                          {{3, 4}, 1}, {{-1, -1}, 1}, {{0, 1}, 0},  {{1, 0}, 2}};
+    const auto any_call = [&] { return calls[random.below(std::size(calls))]; };
     const auto accumulate = [](Run& r, const Call& call, size_t count) {
       const void* list[3] = {};
       for (const size_t i : {0, 1}) {
@@ -2011,15 +2010,24 @@ TEST(Window, RepeatedCallsAreRefusedLikeOthers) {
     };
     int refused = 0, applied = 0;
     std::vector<Call> window;
-    for (int w = 0; w < 6000; ++w) {
+    for (int w = 0; w < 20000; ++w) {
       const double factor = static_cast<double>(1 + w % 7);
       chained.write_gradients(factor);
       other.write_gradients(factor);
-      if (random.below(4) == 0) {
-        window.resize(static_cast<size_t>(random.below(4)));
-        for (Call& call : window) call = any_call();
-      } else if (!window.empty() && random.below(4) == 0) {
-        window[static_cast<size_t>(random.below(static_cast<int64_t>(window.size())))] = any_call();
+      const auto at = window.begin() + random.below(static_cast<int64_t>(window.size()) + 1);
+      switch (random.below(6)) {
+        case 0:
+          window.resize(static_cast<size_t>(random.below(4)));
+          for (Call& call : window) call = any_call();
+          break;
+        case 1:
+          if (at != window.end()) window.erase(at);
+          break;
+        case 2:
+          if (window.size() < 4) window.insert(at, any_call());
+          break;
+        default:  // the window before once more
+          break;
       }
       for (const Call& call : window) {
         ASSERT_EQ(accumulate(other, call, 3), GA_ERROR_INVALID_ARGUMENT) << "a call between";
