@@ -12,7 +12,10 @@ const CudaModule& module() {
   const auto& table = *static_cast<const CudaModule*>(open_module("cuda", kCudaAbi));
   if (table.layout != cuda_layout())
     fail(GA_ERROR_UNSUPPORTED,
-         "module libgradaccum_cuda.so (%s) and this library are of different builds", table.text);
+         "module libgradaccum_cuda.so (%s) and this library are of different builds: one compiler, "
+         "with one "
+         "C++ runtime, must build both",
+         table.text);
   return table;
 }
 

@@ -12,12 +12,21 @@ namespace ga {
 // Goes up with every change of CudaModule or of the functions of Backend.
 constexpr int32_t kCudaAbi = 4;
 
-// A hash that tells different layouts of the shared types apart, as far as their sizes differ.
+// The C++ runtime, whose types and exceptions cross the boundary too.
+#if defined(_LIBCPP_ABI_VERSION)
+constexpr size_t kCxxRuntime = 1000 + _LIBCPP_ABI_VERSION;
+#elif defined(_GLIBCXX_USE_CXX11_ABI)
+constexpr size_t kCxxRuntime = 2000 + _GLIBCXX_USE_CXX11_ABI;
+#else
+constexpr size_t kCxxRuntime = 0;
+#endif
+
+// A hash that tells C++ runtimes apart, and different layouts of the shared types, as far as their sizes differ.
 template <class... Type>
 constexpr uint64_t layout_of() {
   uint64_t hash = 0xcbf29ce484222325;  // FNV-1a
   for (const uint64_t value :
-       {sizeof(Type)...,
+       {sizeof(Type)..., kCxxRuntime,
         static_cast<size_t>(10000 * GA_VERSION_MAJOR + 100 * GA_VERSION_MINOR + GA_VERSION_PATCH)})
     hash = (hash ^ value) * 0x100000001b3;
   return hash;
