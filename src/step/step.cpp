@@ -48,15 +48,12 @@ bool Step::repeats_window() const {
          stages_.accumulator.repeats_window();
 }
 
-// Writes what this window has brought to each parameter into the tables. Returns the gradients that are
-// read once more before the step is decided, none if the window is discarded. Norms: of gradients that
-// were never stored, of accumulators last written by the program or by a matrix product, and of
-// gradients after clipping by value.
-StepSums Step::write_window(bool discards) {
-  const bool written = repeats_window();
-  flags_set_ = flags_set_ && written;
-  if (!written) norms_.clear();
-  for (size_t i = 0; i < model_.tables.params() && !written; ++i) {
+// Writes what this window has brought to each parameter into the tables. Notes the gradients that are read once more
+// before the step is decided, none if the window is discarded: for the norms of gradients that were never stored, of
+// accumulators last written by the program or by a matrix product, and of gradients after clipping by value.
+void Step::write_params(bool discards) {
+  norms_.clear();
+  for (size_t i = 0; i < model_.tables.params(); ++i) {
     if (is_written(i)) continue;
     Param& p = model_.params[i];
     const Held held = p.held();
@@ -68,6 +65,13 @@ StepSums Step::write_window(bool discards) {
     }
     stages_.writer.write_param(i);
   }
+}
+
+// Has the tables say what this window has brought. Returns what is summed before the step is decided.
+StepSums Step::write_window(bool discards) {
+  const bool written = repeats_window();
+  flags_set_ = flags_set_ && written;
+  if (!written) write_params(discards);
   // A graph must send every entry: windows between two replays may change entries that this window found
   // unchanged.
   if (model_.backend->capturing()) stages_.writer.edit_params();

@@ -34,6 +34,7 @@ class Step final : HasLists {
   void check_step() const;
   bool is_written(size_t param) const;
   bool repeats_window() const;
+  void write_params(bool discards);
   StepSums write_window(bool discards);
   bool decide(const WindowTotals& totals, const StepSums& sums);
   void apply();

@@ -285,7 +285,7 @@ void Accumulator::accumulate(const void* const* gradients, size_t count, double 
   else if (repeated == Call::kAdds)
     change_tasks(like);
   else if (tasks_.clear(); reads)
-    made = list_tasks(gradients, micro, opens);
+    made = list_tasks(gradients, micro, like, opens);
   model_.params.forget_delivered();
   if (!model_.options.deferring() && repeated != Call::kBorrows)
     model_.window.or_invalidate([&] {
@@ -301,9 +301,10 @@ void Accumulator::accumulate(const void* const* gradients, size_t count, double 
   if (model_.options.deferring() && reads) settle(model_.window.size() - 1);
 }
 
-// Checks gradients and lists the tasks that add them, or defers that. Returns what a later call may repeat.
+// Checks gradients and lists the tasks that add them, or defers that. like: a gradient of the micro-batch. Returns what a
+// later call may repeat.
 Repetition::Call Accumulator::list_tasks(const void* const* gradients, const Micro& micro,
-                                         bool opens) {
+                                         const Source& like, bool opens) {
   using Call = Repetition::Call;
   bool contributes = false;
   each_gradient(gradients, [&](ga_param id, const void* gradient, int64_t) {
@@ -324,7 +325,7 @@ Repetition::Call Accumulator::list_tasks(const void* const* gradients, const Mic
       if (model_.params[id].held() == Held::kRows) make_dense(id);
     });
   set_micro(micro, model_.window.size(), model_.window.weight() + micro.weight);
-  Source source = contribution(nullptr, GA_F32, micro);
+  Source source = like;
   bool borrowed = false;
   each_gradient(gradients, [&](ga_param id, const void* gradient, int64_t number) {
     source.data = gradient;

@@ -134,7 +134,8 @@ class Accumulator final : HasLists {
   void refine(ga_param id, AccumulateTask& task, Source& source);
   template <class Body>
   void each_gradient(const void* const* gradients, Body&& body);
-  Repetition::Call list_tasks(const void* const* gradients, const Micro& micro, bool opens);
+  Repetition::Call list_tasks(const void* const* gradients, const Micro& micro, const Source& like,
+                              bool opens);
   void borrow_again(const void* const* gradients, const Source& like);
   void change_tasks(const Source& like);
   void add(Span<const Whole> given, bool may_borrow, ConcurrentCalls::Lock* lock);
