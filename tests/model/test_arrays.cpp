@@ -3,7 +3,7 @@
 // When a parameter's arrays are made: by the first contribution that is certain to succeed, not by
 // calls that fail or contribute nothing, and never for frozen parameters. Two contexts cannot have
 // master weights for the same memory. Also what ga_context_memory reports.
-#include <deque>
+#include <cstdlib>
 #include <memory>
 
 #include "formats.hpp"
@@ -379,24 +379,41 @@ TEST(Placer, ArenasOfSmallArraysAreApartWithinAPage) {
 
 // What lies before their first arrays is counted as workspace, before it is allocated and after.
 TEST(MemoryReport, ArenasOfSmallArrays) {
-  std::deque<Tensor> p;
-  Context ctx;
-  const ga_group group = ctx.group(optimizer(GA_OPTIMIZER_ADAMW));
-  std::vector<const void*> gradients;
-  const Tensor g(GA_F32, 1024, 1.0);
-  for (int i = 0; i < 200; ++i) {
-    add(ctx, group, p.emplace_back(GA_F32, 1024));
-    gradients.push_back(g.data());
-  }
-  const ga_memory planned = memory(ctx);
-  ctx.accumulate(gradients);
-  EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
-  const ga_memory used = memory(ctx);
-  EXPECT_EQ(used.accumulators, 200 * 4096);
-  EXPECT_EQ(used.optimizer_state, 2 * 200 * 4096);
-  EXPECT_EQ(planned.workspace, used.workspace);
-  EXPECT_EQ(planned.total, used.total);
-  EXPECT_EQ(used.resident, used.total);
+  constexpr int64_t kCount = 1024, kParams = 200;
+  Block block(kCount * (kParams + 1), 1);
+  const Block g(kCount, 1);
+  const std::vector<const void*> gradients(kParams, g.data());
+  // The workspace, and the bytes of all arenas.
+  const auto run = [&](int64_t offset) {
+    int64_t given = 0;
+    ga_config c = config();
+    c.allocator_user = &given;
+    c.allocate = [](void* user, size_t bytes, ga_device, void*) {
+      *static_cast<int64_t*>(user) += static_cast<int64_t>(bytes);
+      return std::aligned_alloc(64, (bytes + 63) / 64 * 64);
+    };
+    c.free = [](void*, void* data, size_t, ga_device, void*) { std::free(data); };
+    Context ctx(c);
+    const ga_group group = ctx.group(optimizer(GA_OPTIMIZER_ADAMW));
+    for (int64_t i = 0; i < kParams; ++i)
+      ctx.param(group, "p" + std::to_string(i), &block[static_cast<size_t>(offset + i * kCount)],
+                kCount);
+    const ga_memory planned = memory(ctx);
+    ctx.accumulate(gradients);
+    EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+    const ga_memory used = memory(ctx);
+    EXPECT_EQ(used.accumulators, kParams * kCount * 4);
+    EXPECT_EQ(used.optimizer_state, 2 * kParams * kCount * 4);
+    EXPECT_EQ(planned.workspace, used.workspace);
+    EXPECT_EQ(planned.total, used.total);
+    EXPECT_EQ(used.resident, used.total);
+    return std::pair(used.workspace, given);
+  };
+  const auto here = run(0),
+             there = run(kCount /
+                         2);  // half a page apart, so that each of three arenas begins elsewhere
+  EXPECT_NE(here.second, there.second);
+  EXPECT_EQ(here.first - there.first, here.second - there.second);
 }
 
 TEST(Placer, SmallArraysLieSideBySideAndThoseOfADeviceAtALine) {
