@@ -126,6 +126,8 @@ size_t size_of_text(const char* text) { return text != nullptr ? std::strlen(tex
 %ignore GA_COMM_MAX;
 
 %ignore ga_optimizer::ns_coefficients;  // ns_coefficient, set_ns_coefficient
+%ignore ga_optimizer::ns_table;         // ns_table_size, ns_table_number, set_ns_table
+%ignore ga_optimizer::ns_rows;
 %ignore ga_schedule::table;             // set_table
 %ignore ga_schedule::table_size;
 %ignore ga_flat_entry::rank;            // set_shape
@@ -158,7 +160,6 @@ size_t size_of_text(const char* text) { return text != nullptr ? std::strlen(tex
 %enddef
 
 %ga_struct(ga_config, (), ga_config_init)
-%ga_struct(ga_optimizer, (ga_optimizer_kind kind, ga_flavor flavor), ga_optimizer_init, kind, flavor)
 %ga_struct(ga_clip, (), ga_clip_init)
 %ga_struct(ga_loss_scaler, (), ga_loss_scaler_init)
 %ga_struct(ga_ema, (), ga_ema_init)
@@ -177,6 +178,7 @@ size_t size_of_text(const char* text) { return text != nullptr ? std::strlen(tex
 %ga_struct(ga_comm_config, (ga_comm_kind kind), ga_comm_config_init, kind)
 %ga_struct(ga_comm_options, (), ga_comm_options_init)
 
+%ga_throws(ga_optimizer::ga_optimizer)
 %ga_throws(ga_schedule::ga_schedule)
 %ga_throws(ga_flat_entry::ga_flat_entry)
 %ga_throws(ga_state_options::ga_state_options)
@@ -224,7 +226,27 @@ size_t size_of_text(const char* text) { return text != nullptr ? std::strlen(tex
   }
 }
 
+// ns_table is always a copy of its own, or NULL.
 %extend ga_optimizer {
+  ga_optimizer(ga_optimizer_kind kind, ga_flavor flavor) {
+    return new_struct(ga_optimizer_init, kind, flavor);
+  }
+  ~ga_optimizer() {
+    std::free(const_cast<double*>($self->ns_table));
+    std::free($self);
+  }
+  int32_t ns_table_size() const { return 3 * $self->ns_rows; }
+  double ns_table_number(int32_t index) const {
+    return index >= 0 && index < 3 * $self->ns_rows ? $self->ns_table[index] : NAN;
+  }
+  // An empty table is none. GA_ERROR_INVALID_ARGUMENT: no whole number of rows.
+  ga_status set_ns_table(const double* table, int64_t table_size) {
+    if (table_size % 3 != 0 || table_size > INT32_MAX) return GA_ERROR_INVALID_ARGUMENT;
+    const ga_status status = replace_copy(&$self->ns_table, table_size > 0 ? table : nullptr,
+                                          static_cast<size_t>(table_size));
+    if (status == GA_OK) $self->ns_rows = static_cast<int32_t>(table_size / 3);
+    return status;
+  }
   double ns_coefficient(int32_t index) const {
     return index >= 0 && index < 3 ? $self->ns_coefficients[index] : NAN;
   }
@@ -259,6 +281,23 @@ static ga_status params_add_flat(ga_context* ctx, void* data, ga_dtype dtype,
   } catch (const std::bad_alloc&) {
     return GA_ERROR_OUT_OF_MEMORY;
   }
+}
+%}
+
+// The table of the result is copied: the context's lives no longer than that.
+%ignore ga_group_optimizer;
+%rename(ga_group_optimizer) group_optimizer;
+%inline %{
+static ga_status group_optimizer(const ga_context* ctx, ga_group group, ga_optimizer* out) {
+  if (out == nullptr) return ga_group_optimizer(ctx, group, out);
+  ga_optimizer read = *out;
+  ga_status status = ga_group_optimizer(ctx, group, &read);
+  if (status != GA_OK) return status;
+  const double* const table = read.ns_table;
+  read.ns_table = out->ns_table;
+  status = replace_copy(&read.ns_table, table, 3 * static_cast<size_t>(read.ns_rows));
+  if (status == GA_OK) *out = read;
+  return status;
 }
 %}
 

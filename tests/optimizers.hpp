@@ -421,11 +421,33 @@ inline Row muon() {
     o.ns_coefficients[0] = 2, o.ns_coefficients[1] = -1.5, o.ns_coefficients[2] = 0.5;
     o.ns_steps = 7, o.weight_decay = 0;
   });
+  r.add("MuonTable", torch, 0.02, [](O o) {  // more iterations than rows
+    static constexpr double table[2][3] = {{3, -3.5, 1.25}, {1.875, -1.25, 0.375}};
+    o.ns_table = table[0], o.ns_rows = 2, o.ns_steps = 4;
+  });
+  // The bound on errors of more iterations would be of no use; test_muon.cpp has them all.
+  r.add("MuonYou", torch, 0.02, [](O o) { o.ns_preset = GA_NS_YOU, o.ns_steps = 2; });
+  r.add("MuonCautious", torch, 0.02, [](O o) { o.cautious = 1, o.ns_steps = 1; });
+  r.add("MuonPolarExpress", torch, 0.02,
+        [](O o) { o.ns_preset = GA_NS_POLAR_EXPRESS, o.ns_steps = 2; });
   r.refuses(torch, {"ns_coefficients", "nan"}, [](O o) { o.ns_coefficients[1] = NAN; });
   r.refuses(torch, {"ns_steps", "0"}, [](O o) { o.ns_steps = 0; });
   r.refuses(torch, {"ns_steps", "100"}, [](O o) { o.ns_steps = 100; });
   r.refuses(torch, {"ns_precision", "3"}, [](O o) { o.ns_precision = 3; });
   r.refuses(torch, {"ns_precision", "-1"}, [](O o) { o.ns_precision = -1; });
+  r.refuses(torch, {"ns_preset", "3"}, [](O o) { o.ns_preset = 3; });
+  r.refuses(torch, {"equilibrate", "4"}, [](O o) { o.equilibrate = 4; });
+  r.refuses(torch, {"cautious", "2"}, [](O o) { o.cautious = 2; });
+  r.refuses(torch, {"ns_rows", "1", "NULL"}, [](O o) { o.ns_rows = 1; });
+  r.refuses(torch, {"ns_rows", "0"}, [](O o) { o.ns_table = o.ns_coefficients; });
+  r.refuses(torch, {"ns_rows", "100"},
+            [](O o) { o.ns_table = o.ns_coefficients, o.ns_rows = 100; });
+  r.refuses(torch, {"ns_table[0][2]", "inf"}, [](O o) {
+    static constexpr double table[] = {3, -3, HUGE_VAL};
+    o.ns_table = table, o.ns_rows = 1;
+  });
+  r.refuses(torch, {"ns_preset", "1", "ns_table"},
+            [](O o) { o.ns_table = o.ns_coefficients, o.ns_rows = 1, o.ns_preset = GA_NS_YOU; });
   r.refuses(torch, {"adjust_lr", "3"}, [](O o) { o.adjust_lr = 3; });
   r.refuses(torch, {"nesterov", "2"}, [](O o) { o.nesterov = 2; });
   r.refuses(torch, {"momentum", "-1"}, [](O o) { o.momentum = -1; });

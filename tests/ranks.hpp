@@ -212,8 +212,19 @@ struct Options {
   ga_comm_options options = comm_options();
 };
 
+// Of tensors with more than two axes, Muon takes the last two as matrices.
 inline void build(Context& ctx, const Layout& l, const Options& s, Block& block) {
-  add_all(ctx, ctx.group(s.optimizer), l, block);
+  const ga_group group = ctx.group(s.optimizer);
+  for (size_t i = 0; i < l.size(); ++i) {
+    ga_param_options options;
+    ASSERT_OK(ga_param_options_init(&options, sizeof options));
+    options.agc_axes = l.agc_axes[i];
+    if (s.optimizer.kind == GA_OPTIMIZER_MUON && l.shapes[i].size() > 2) {
+      options.cut_matrices = 1;
+      options.batch_axes = options.output_axis = static_cast<int32_t>(l.shapes[i].size()) - 2;
+    }
+    ctx.param(group, "p" + std::to_string(i), block.data() + l.offsets[i], l.shapes[i], &options);
+  }
   if (s.clip.scope != GA_CLIP_NONE || std::isfinite(s.clip.max_value)) {
     ASSERT_OK(ga_context_set_clip(ctx, &s.clip));
   }

@@ -12,6 +12,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -747,6 +748,33 @@ inline Matrix abs(Matrix a) {
   return a;
 }
 
+// a, b and c of an iteration.
+inline std::array<double, 3> coefficients(const ga_optimizer& o, int32_t step) {
+  // From modded-nanogpt, which divides by 1.02 times the norm.
+  constexpr double polar_express[5][3] = {
+      {8.156554524902461, -22.48329292557795, 15.878769915207462},
+      {4.042929935166739, -2.808917465908714, 0.5000178451051316},
+      {3.8916678022926607, -2.772484153217685, 0.5060648178503393},
+      {3.285753657755655, -2.3681294933425376, 0.46449024233003106},
+      {2.3465413258596377, -1.7097828382687081, 0.42323551169305323}};
+  constexpr double you[5][3] = {{4.0848, -6.8946, 2.9270},
+                                {3.9505, -6.3029, 2.6377},
+                                {3.7418, -5.5913, 2.3037},
+                                {2.8769, -3.1427, 1.2046},
+                                {2.8366, -3.0525, 1.2012}};
+  const bool polar = o.ns_preset == GA_NS_POLAR_EXPRESS;
+  const double* const table = polar                      ? polar_express[0]
+                              : o.ns_preset == GA_NS_YOU ? you[0]
+                              : o.ns_table               ? o.ns_table
+                                                         : o.ns_coefficients;
+  const int32_t rows = o.ns_preset != GA_NS_OWN ? 5 : o.ns_table ? o.ns_rows : 1;
+  const double* const row = table + 3 * std::min(step, rows - 1);
+  std::array<double, 3> abc = {row[0], row[1], row[2]};
+  for (size_t i = 0; i < 3 && polar && step == 0; ++i)
+    abc[i] /= std::pow(1.02, 2 * static_cast<double>(i) + 1);
+  return abc;
+}
+
 // Repeats X <- a X + b (X X') X + c (X X')^2 X. error: a bound on the Frobenius norm of the error
 // of X, on entry and on return.
 //
@@ -761,11 +789,11 @@ inline Matrix abs(Matrix a) {
 //     a X + B X       E3 = E2 |X| + n u |B| |X| + 3 u (|a| |X| + |B X|)
 // E3 is taken in Frobenius norm. Terms of u^2 are left out: they are below 1e-4 of the others.
 // |X|_2^2 = |G|_2, whose 64th power is at most the Frobenius norm of G^64.
-inline Matrix newton_schulz(Matrix x, const double* coefficients, int32_t steps, double& error) {
+inline Matrix newton_schulz(Matrix x, const ga_optimizer& o, double& error) {
   const double u = arithmetic.half_ulp;
-  const double a = coefficients[0], b = coefficients[1], c = coefficients[2];
   const double n = static_cast<double>(x.rows), m = static_cast<double>(x.columns);
-  for (int32_t step = 0; step < steps; ++step) {
+  for (int32_t step = 0; step < o.ns_steps; ++step) {
+    const auto [a, b, c] = coefficients(o, step);
     const Matrix g = x * transpose(x), gg = g * g;
     const Matrix update = combine(b, g, c, gg), product = update * x;
 
@@ -821,7 +849,7 @@ inline void muon(const ga_optimizer& o, double lr, const std::vector<Real>& g, T
   double error = 2 * off / std::max(size.value, 2 * size.value - off) +
                  (4 * arithmetic.half_ulp + size.error / size.value) * x.frobenius();
   if (rows > columns) x = transpose(x);
-  x = newton_schulz(x, o.ns_coefficients, o.ns_steps, error);
+  x = newton_schulz(x, o, error);
   if (rows > columns) x = transpose(x);
 
   const auto r = static_cast<double>(rows), c = static_cast<double>(columns);
@@ -831,10 +859,20 @@ inline void muon(const ga_optimizer& o, double lr, const std::vector<Real>& g, T
                               : lr;
   for (size_t i = 0; i < g.size(); ++i) {
     Real& p = tensor.elements[i].p;
+    const Real without = p;
     decay(o, lr, p);
+    if (o.cautious) {  // unless the step moves away from zero; which way is not known of small elements
+      const double known = std::abs(without.value) - without.error - tensor.spread;
+      if (std::abs(x.data[i]) <= error || known <= 0)
+        p.error += lr * o.weight_decay * (std::abs(p.value) + p.error + tensor.spread);
+      else if ((without.value < 0) != (x.data[i] < 0))
+        p = without;
+    }
     p = p - scalar(adjusted) * exact(x.data[i]);
   }
-  tensor.spread = std::abs(1 - lr * o.weight_decay) * tensor.spread + adjusted * error;
+  // Under `cautious` elements may keep all of it.
+  tensor.spread =
+      (o.cautious ? 1 : std::abs(1 - lr * o.weight_decay)) * tensor.spread + adjusted * error;
 }
 
 // One applied update of a whole tensor.

@@ -27,7 +27,8 @@ _ENUMERATORS = {
     "GA_AGC_NFNETS": "NfNets", "GA_NO_TRANSPOSE": "No", "GA_TRANSPOSE": "Yes",
 }  # fmt: skip
 _FIELDS = {
-    "ns_steps": "NewtonSchulzSteps", "ns_precision": "NewtonSchulzPrecision", "onednn": "OneDnn",
+    "ns_steps": "NewtonSchulzSteps", "ns_precision": "NewtonSchulzPrecision",
+    "ns_preset": "NewtonSchulzPreset", "ns_table": "NewtonSchulzTable", "onednn": "OneDnn",
     "openmp": "OpenMp", "group": "GroupId", "data": "Address",
     "ga_bn_info.gamma": "GammaId", "ga_bn_info.beta": "BetaId", "ns_coefficients": "NewtonSchulzCoefficients",
 }  # fmt: skip

@@ -21,7 +21,8 @@ _MEMBERS = pathlib.Path(__file__).resolve().parent.parent / "java" / "src" / "ma
 # Enumerations within a record, and names that are not the header's.
 _NESTED = {
     "ga_optimizer_kind": "Optimizer.Kind", "ga_adjust_lr": "Optimizer.AdjustLr",
-    "ga_precision": "Optimizer.Precision",
+    "ga_precision": "Optimizer.Precision", "ga_newton_schulz": "Optimizer.NewtonSchulzPreset",
+    "ga_equilibrate": "Optimizer.Equilibrate",
     "ga_gradient_kind": "Config.GradientKind", "ga_reduce": "Config.Reduce", "ga_missing": "Config.Missing",
     "ga_nonfinite": "Config.Nonfinite", "ga_accumulation": "Config.Accumulation",
     "ga_gradient_life": "Config.GradientLife", "ga_window_state": "Window.State",
@@ -43,6 +44,7 @@ _FUNCTIONS = {"MicroBatch.end": "MicroBatch.close", "Param.slot": "ParamInfo.slo
 # Fields that are not as in C: the type, how it is read from `from`, and how it is written to `to`, if here.
 _OTHERWISE = {
     "ga_optimizer.ns_coefficients": ("NewtonSchulz", "NewtonSchulz.read(from)", "newtonSchulz.write(to)"),
+    "ga_optimizer.ns_table": ("List<NewtonSchulz>", "NewtonSchulz.readTable(from)", "NewtonSchulz.writeTable(nsTable, to)"),
     "ga_schedule.table": ("double[]", "new double[0]", "to.set_table(table)"),
     "ga_param_info.shape": (
         "List<Long>",
@@ -66,7 +68,8 @@ _MORE = {
     "ga_config.on_param_done": ". What it throws comes out of the call that it is called in, or of the next one",
 }
 _IMPORTS = {
-    "Consumer": "java.util.function.Consumer", "List": "java.util.List", "LongStream": "java.util.stream.LongStream",
+    "ArrayList": "java.util.ArrayList", "Collections": "java.util.Collections",
+    "DoubleStream": "java.util.stream.DoubleStream", "Consumer": "java.util.function.Consumer", "List": "java.util.List", "LongStream": "java.util.stream.LongStream",
     "Optional": "java.util.Optional",
 }  # fmt: skip
 
@@ -254,7 +257,9 @@ class _Java:
         yield "  /** Refuses null, in a builder and where a record is used that was made without one. */"
         yield f"  private {name} checked() {{"
         for n, f in zip(camel, fields, strict=True):
-            if f.enum is not None or f.kind == "array":
+            if self._type(struct, f).startswith("List<"):
+                yield f'    Check.noneNull({n}, "{n}");'
+            elif f.enum is not None or f.kind == "array":
                 yield f'    Check.notNull({n}, "{n}");'
         yield from ["    return this;", "  }", "", f"  void write({struct.c_name} to) {{", "    checked();"]
         yield from filter(None, (self._write(struct, f) for f in fields))
@@ -267,7 +272,10 @@ class _Java:
             yield ""
             yield from _indented(_javadoc(f"Sets {n}.", 4, [(n, self._text(struct, f))], "this builder"), 4)
             yield f"    public Builder {n}({self._declared(struct, f)}) {{"
-            yield from [f"      this.{n} = {n};", "      return this;", "    }"]
+            copy = n
+            if self._type(struct, f).startswith("List<"):
+                copy = f"{n} == null ? null : Collections.unmodifiableList(new ArrayList<>({n}))"
+            yield from [f"      this.{n} = {copy};", "      return this;", "    }"]
         yield ""
         yield from _indented(_javadoc("Makes an immutable value of what was set.", 4, returns="the value"), 4)
         yield from [f"    public {name} build() {{", f"      return new {name}("]

@@ -9,7 +9,7 @@ from __future__ import annotations
 # What is generated: enumerations and structs, and the name of the type.
 TYPES = {
     "ga_status": "Status", "ga_optimizer_kind": "OptimizerKind", "ga_flavor": "Flavor", "ga_dtype": "Dtype",
-    "ga_adjust_lr": "AdjustLr", "ga_precision": "Precision", "ga_device": "Device",
+    "ga_adjust_lr": "AdjustLr", "ga_precision": "Precision", "ga_newton_schulz": "NewtonSchulzPreset", "ga_equilibrate": "Equilibrate", "ga_device": "Device",
     "ga_gradient_kind": "GradientKind", "ga_reduce": "Reduce",
     "ga_missing": "Missing", "ga_nonfinite": "Nonfinite", "ga_accumulation": "Accumulation",
     "ga_gradient_life": "GradientLife", "ga_micro_flags": "MicroFlags", "ga_window_state": "WindowState",
@@ -46,7 +46,7 @@ PREFIXES = {
 NOT_FIELDS = {
     "struct_size", "reserved", "reserved2",  # the raw layer's
     "log_user", "on_param_done_user", "progress_user",  # callables bring their own
-    ("ga_schedule", "table_size"), ("ga_param_info", "rank"),  # lengths of arrays
+    ("ga_optimizer", "ns_rows"), ("ga_schedule", "table_size"), ("ga_param_info", "rank"),  # lengths of arrays
     # Called on threads, or needs memory, that the run time of a language does not manage.
     ("ga_config", "parallel_for"), ("ga_config", "parallel_for_user"), ("ga_config", "allocate"),
     ("ga_config", "free"), ("ga_config", "allocator_user"),
@@ -55,6 +55,7 @@ NOT_FIELDS = {
 # Arrays, and the field that has their length, or a number.
 LENGTHS: dict[tuple[str, str], str | int] = {
     ("ga_optimizer", "ns_coefficients"): 3,
+    ("ga_optimizer", "ns_table"): "ns_rows",
     ("ga_schedule", "table"): "table_size",
     ("ga_param_info", "shape"): "rank",
 }

@@ -163,8 +163,9 @@ enum {
   GA_OPTIMIZER_LAMB = 11,           /* LAMB: You et al. 2020, as in timm */
   GA_OPTIMIZER_LARS = 12,           /* LARS: You et al. 2017, as in timm */
   GA_OPTIMIZER_ADAFACTOR = 13,      /* Adafactor: Shazeer & Stern 2018, as torch.optim.Adafactor */
-  GA_OPTIMIZER_MUON = 14,           /* Muon: Jordan et al. 2024, as torch.optim.Muon; matrices
-                                       only; needs cuBLAS on a device */
+  GA_OPTIMIZER_MUON = 14,           /* Muon: Jordan et al. 2024, as torch.optim.Muon; for matrices,
+                                       and what ga_param_options.cut_matrices cuts into some; needs
+                                       cuBLAS on a device */
   GA_OPTIMIZER_ADOPT = 15,          /* ADOPT: Taniguchi et al. 2024, algorithm 2; step 1 moves
                                        nothing */
   GA_OPTIMIZER_ADEMAMIX = 16,       /* AdEMAMix: Pagliardini et al. 2024: ADAMW and a slow moving
@@ -208,6 +209,28 @@ enum {
   GA_PRECISION_BF16 = 2  /* 8 significant bits: on GPUs, and on CPUs with AVX-512 BF16 or AMX */
 };
 
+/* The coefficients a, b, c of MUON's iterations, X <- a X + (b G + c G G) X with G = X X'. Iterations
+   beyond the last row of a table have its last row. */
+typedef int32_t ga_newton_schulz;
+enum {
+  GA_NS_OWN = 0,          /* those of ns_table, or without one ns_coefficients, which by default are
+                             those of Jordan et al. 2024 */
+  GA_NS_YOU = 1,          /* five rows by You Jiacheng, as in modded-nanogpt */
+  GA_NS_POLAR_EXPRESS = 2 /* Polar Express, Amsel et al. 2025, arXiv 2505.16932: five rows for a
+                             safety factor of 1.02, as in modded-nanogpt, where the norm of the
+                             matrix is multiplied by it, too */
+};
+
+/* What MUON divides by its norm, at least eps, before a matrix is made orthogonal: MuonEq, Chang et al.
+   2026, arXiv 2603.28254. */
+typedef int32_t ga_equilibrate;
+enum {
+  GA_EQUILIBRATE_NONE = 0,    /* the whole matrix alone */
+  GA_EQUILIBRATE_OUTPUTS = 1, /* what belongs to an output: a row of [outputs, inputs] */
+  GA_EQUILIBRATE_INPUTS = 2,  /* what belongs to an input */
+  GA_EQUILIBRATE_BOTH = 3     /* each element by the norms of its output and of its input */
+};
+
 /* An optimizer and its hyper-parameters. Filled by ga_optimizer_init; then the program sets what is
    to be different. */
 typedef struct ga_optimizer {
@@ -219,7 +242,9 @@ typedef struct ga_optimizer {
   double momentum;            /* SGD, RMSPROP, LARS, MUON; >= 0 */
   double dampening;           /* SGD, LARS; [0, 1] */
   double beta1;               /* decay of the first moment: ADAM and its kin, LION; [0, 1) */
-  double beta2;               /* decay of the second moment, for LION of the momentum; [0, 1) */
+  double beta2;               /* decay of the second moment, for LION of the momentum; [0, 1). MUON:
+                                 of the mean square of each output's update, which divides it:
+                                 NorMuon, Li et al. 2025, arXiv 2510.05491; default 0: no division */
   double eps;                 /* added to denominators; >= 0 */
   int32_t nesterov;           /* 0 or 1: SGD, LARS (momentum > 0, dampening 0), MUON */
   int32_t amsgrad;            /* 0 or 1: ADAM, ADAMW: the largest second moment so far in place
@@ -250,6 +275,14 @@ typedef struct ga_optimizer {
   double clip_exponent;       /* ADOPT: step t clips to (t - 1)^clip_exponent; >= 0 */
   ga_precision ns_precision;  /* MUON: of the products of an iteration; default GA_PRECISION_F32 */
   int32_t reserved2;          /* 0 */
+  const double* ns_table;     /* MUON: [ns_rows][3], a, b and c of each iteration; copied; default
+                                 NULL: ns_coefficients every time */
+  int32_t ns_rows;            /* MUON: rows of ns_table, at most 99 */
+  ga_newton_schulz ns_preset; /* MUON: coefficients of the library's in place of one's own; default
+                                 GA_NS_OWN */
+  int32_t cautious;           /* 0 or 1: MUON: only elements that the step does not move away from
+                                 zero decay: Chen et al. 2025, arXiv 2510.12402 */
+  ga_equilibrate equilibrate; /* MUON: default GA_EQUILIBRATE_NONE */
 } ga_optimizer;
 
 /* Fills *out with that framework's defaults for that optimizer. struct_size: sizeof(ga_optimizer).
@@ -1131,6 +1164,19 @@ struct ga_param_options {
                                  Default 0: the parameter may be freed or used otherwise between
                                  steps */
   int32_t reserved;           /* 0 */
+  int32_t cut_matrices;       /* 0 or 1: the next four fields say how MUON cuts the parameter, whose
+                                 rank is 2 or more, into equal matrices [outputs, inputs]. Each has
+                                 norms, iterations and a factor of the learning rate of its own.
+                                 Default 0: rank 2, one matrix, whose axis 0 has the outputs */
+  int32_t batch_axes;         /* so many first axes: each of their indices has matrices of its own,
+                                 as experts [E, outputs, inputs] have with 1; at most rank - 2 */
+  int32_t output_axis;        /* the axis of the outputs, not one of batch_axes. The others that are
+                                 not, flattened, are the inputs: a convolution in torch,
+                                 [out, in, height, width], has 0, in Keras, with out last, 3 */
+  int32_t split_axis;         /* the axis that matrix_parts cut, not one of batch_axes */
+  int32_t matrix_parts;       /* split_axis is cut into so many equal parts, each in a matrix of its
+                                 own, as heads are; default 0: not cut */
+  int32_t reserved2;          /* 0 */
 };
 
 /* Writes the defaults. */
@@ -1245,7 +1291,7 @@ GA_API ga_status ga_group_set_weight_decay(ga_context* ctx, ga_group group, doub
 
 /* Gives a group other hyper-parameters: learning rate, betas, momentum, eps and so on. What decides
    which state there is may not change: kind, flavor, state_dtype, amsgrad, centered,
-   initial_accumulator, and whether momentum is 0 (SGD, RMSPROP, LARS). Bias corrections use the new
+   initial_accumulator, and whether momentum (SGD, RMSPROP, LARS) or beta2 (MUON) is 0. Bias corrections use the new
    beta, 1 - beta^t, as PyTorch's and Keras's do. GA_ERROR_UNSUPPORTED: such a field differs, the
    device has no products of ns_precision, or the optimizer would then move rows that GA_ROWS_LAZY
    leaves. */
@@ -1258,8 +1304,8 @@ GA_API ga_status ga_group_set_frozen(ga_context* ctx, ga_group group, int32_t fr
 /* *out: the number of groups; their ids are 0 to *out - 1. */
 GA_API ga_status ga_group_count(const ga_context* ctx, int32_t* out);
 
-/* *out: the optimizer of a group, with the learning rate and the weight decay that were set
-   last. */
+/* *out: the optimizer of a group, with the learning rate and the weight decay that were set last. Its
+   ns_table points to memory of the context that is valid until the group is given another table. */
 GA_API ga_status ga_group_optimizer(const ga_context* ctx, ga_group group, ga_optimizer* out);
 
 /* The reduced, clipped gradient of a parameter of a GA_OPTIMIZER_EXTERNAL group. *out_data:

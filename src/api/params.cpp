@@ -14,6 +14,7 @@ namespace {
 ga_param_options read_param_options(const ga_param_options* options) {
   const auto o = read_struct(options, zeros<ga_param_options>(), "ga_param_options");
   check_reserved("ga_param_options", o.reserved);
+  check_reserved("ga_param_options", o.reserved2);
   return o;
 }
 

@@ -1,47 +1,83 @@
 // SPDX-License-Identifier: Apache-2.0
-// Newton-Schulz iterations (OrthogonalizeTask) with the matrix products of any backend.
+// Newton-Schulz iterations (OrthogonalizeTask) with the passes of any backend.
 #pragma once
 
-#include <algorithm>
 #include <utility>
 
 #include "backend/tasks.hpp"
 
 namespace ga {
 
-// multiply(const MatmulTask&), combine(const Combination&): run on the backend, one after the other.
-template <class Multiply, class Combine>
+// Engine has, run on the backend one after the other:
+//
+//   multiply(const MatmulTask&), combine(const Combination&)
+//   pack(cut, x, first, count, to), unpack(cut, from, x, first, count): elements of the packed matrices,
+//     as many from number `first` on
+//   scales(run, eps, room, out): out[i] = reciprocal_norm() of matrix i
+//   line_squares(run, of_columns, room, out): sums of squares of all rows, or of all columns
+//   line_scales(out, count, eps): out[i] = reciprocal_norm(out[i])
+//   variance_scales(task, first, matrices, ratios, out): takes the mean squares of the outputs of the matrices
+//     from number `first` on into their variances, and makes of the sums of squares in out what outputs are
+//     multiplied by; ratios: room for a number for each matrix
+//   scale_lines(run, by_row, by_column): multiplies lines by numbers; either may be NULL
+//
+// room: for a number for each chunk of each matrix, or as many as there are elements.
+template <class Engine>
 class NewtonSchulz {
  public:
-  NewtonSchulz(const OrthogonalizeTask& task, Multiply multiply, Combine combine)
+  // For `matrices` matrices from number `first` on. scratch: so many times OrthogonalizeTask::room().
+  NewtonSchulz(const OrthogonalizeTask& task, Engine& engine, int64_t first, int64_t matrices,
+               float* scratch)
       : task_(task),
-        multiply_(std::move(multiply)),
-        combine_(std::move(combine)),
-        count_(task.rows * task.columns),
-        small_(std::min(task.rows, task.columns)),
-        x_(task.x),
-        next_(task.scratch),
-        gram_(task.scratch + count_),
-        square_(gram_ + small_ * small_) {}
+        cut_(task.cut),
+        engine_(engine),
+        first_(first),
+        matrices_(matrices),
+        count_(matrices * cut_.size()),
+        smalls_(matrices * cut_.small() * cut_.small()) {
+    const auto take = [&scratch](int64_t floats) {
+      return std::exchange(scratch, scratch + floats);
+    };
+    const auto numbers = [&](int64_t count) { return reinterpret_cast<double*>(take(2 * count)); };
+    scales_ = numbers(matrices);
+    rows_ = numbers(matrices * cut_.rows);
+    columns_ = numbers(matrices * cut_.columns);
+    next_ = take(count_);
+    gram_ = take(smalls_);
+    square_ = take(smalls_);
+    x_ = cut_.axes > 0 ? take(count_) : task.x + first * cut_.size();
+    narrow_ = reinterpret_cast<uint16_t*>(scratch);
+  }
 
   void run() {
     if (count_ == 0) return;
+    const int64_t first = first_ * cut_.size();
+    if (cut_.axes > 0) engine_.pack(cut_, task_.x, first, count_, x_);
+    if (task_.equilibrate != GA_EQUILIBRATE_NONE) equilibrate();
+    if (task_.has_own_norms()) {
+      // By both norms, the larger elements were, the smaller they are now.
+      const bool inverse = task_.equilibrate == GA_EQUILIBRATE_BOTH;
+      engine_.scales(packed(), inverse ? 0 : task_.eps, room(), scales_);
+    }
     if (task_.precision == GA_PRECISION_BF16)
       run_in_bf16();
     else
       run_in_f32();
+    if (task_.variances) divide_by_deviations();
+    if (cut_.axes > 0) engine_.unpack(cut_, x_, task_.x, first, count_);
   }
 
  private:
   void run_in_f32() {
     float* const poly = square_;
-    combine_({1, &task_.plan->orthogonal_scale, x_, GA_F32, 0, nullptr, x_, nullptr, count_});
+    begin(nullptr);
     for (int step = 0; step < task_.steps; ++step) {
-      multiply_(product_with_itself(x_, GA_F32));
-      combine_({task_.b, nullptr, gram_, GA_F32, 0, nullptr, poly, nullptr, small_ * small_});
-      multiply_(square(gram_, GA_F32, poly, task_.c, true));
-      combine_({task_.a, nullptr, x_, GA_F32, 0, nullptr, next_, nullptr, count_});
-      multiply_(product_of(poly, x_, GA_F32, true));
+      const Coefficients t(task_, step);
+      engine_.multiply(product_with_itself(x_, GA_F32));
+      combine({t.b, nullptr, gram_, GA_F32, 0, nullptr, poly, nullptr}, smalls_);
+      engine_.multiply(square(gram_, GA_F32, poly, t.c, true));
+      combine({t.a, nullptr, x_, GA_F32, 0, nullptr, next_, nullptr}, count_);
+      engine_.multiply(product_of(poly, x_, GA_F32, true));
       std::swap(x_, next_);
     }
   }
@@ -53,59 +89,108 @@ class NewtonSchulz {
   // uniform gradient of 256 x 256 and of one nearly of rank 1 had errors of 0.013 and 0.0008; with X
   // rounded too 0.011 and 0.29; with the exact G in b G 0.016 and 0.0007.
   void run_in_bf16() {
-    auto* const x16 = reinterpret_cast<uint16_t*>(square_ + small_ * small_);
+    uint16_t* const x16 = narrow_;
     uint16_t* const small16 = x16 + count_;  // G, then the polynomial
-    const int64_t smalls = small_ * small_;
-    combine_({1, &task_.plan->orthogonal_scale, x_, GA_F32, 0, nullptr, x_, x16, count_});
+    begin(x16);
     for (int step = 0; step < task_.steps; ++step) {
-      multiply_(product_with_itself(x16, GA_BF16));
-      combine_({1, nullptr, gram_, GA_F32, 0, nullptr, nullptr, small16, smalls});
-      multiply_(square(small16, GA_BF16, square_, 1, false));
-      combine_({task_.b, nullptr, small16, GA_BF16, task_.c, square_, gram_, small16, smalls});
-      multiply_(product_of(small16, x16, GA_BF16, false));
+      const Coefficients t(task_, step);
+      engine_.multiply(product_with_itself(x16, GA_BF16));
+      combine({1, nullptr, gram_, GA_F32, 0, nullptr, nullptr, small16}, smalls_);
+      engine_.multiply(square(small16, GA_BF16, square_, 1, false));
+      combine({t.b, nullptr, small16, GA_BF16, t.c, square_, gram_, small16}, smalls_);
+      engine_.multiply(product_of(small16, x16, GA_BF16, false));
       const bool last = step + 1 == task_.steps;
-      combine_({task_.a, nullptr, x_, GA_F32, 1, next_, next_, last ? nullptr : x16, count_});
+      combine({t.a, nullptr, x_, GA_F32, 1, next_, next_, last ? nullptr : x16}, count_);
       std::swap(x_, next_);
     }
   }
 
-  bool is_wide() const { return task_.rows <= task_.columns; }
+  struct Coefficients {
+    Coefficients(const OrthogonalizeTask& task, int step)
+        : a(static_cast<float>(task.table[step][0])),
+          b(static_cast<float>(task.table[step][1])),
+          c(static_cast<float>(task.table[step][2])) {}
+    float a, b, c;
+  };
+
+  MatrixRun packed() const { return {x_, matrices_, cut_.rows, cut_.columns}; }
+  double* room() const {
+    return reinterpret_cast<double*>(next_);
+  }  // before and after the iterations
+
+  void equilibrate() {
+    const bool both = task_.equilibrate == GA_EQUILIBRATE_BOTH;
+    const bool outputs = task_.equilibrate == GA_EQUILIBRATE_OUTPUTS;
+    double* const by_row = both || outputs != cut_.transposed ? rows_ : nullptr;
+    double* const by_column = both || outputs == cut_.transposed ? columns_ : nullptr;
+    if (by_row) engine_.line_squares(packed(), false, room(), by_row);
+    if (by_column) engine_.line_squares(packed(), true, room(), by_column);
+    if (by_row) engine_.line_scales(by_row, matrices_ * cut_.rows, task_.eps);
+    if (by_column) engine_.line_scales(by_column, matrices_ * cut_.columns, task_.eps);
+    engine_.scale_lines(packed(), by_row, by_column);
+  }
+
+  // Of beta2.
+  void divide_by_deviations() {
+    double* const out = cut_.transposed ? columns_ : rows_;
+    engine_.line_squares(packed(), cut_.transposed, room(), out);
+    engine_.variance_scales(task_, first_, matrices_, scales_, out);
+    engine_.scale_lines(packed(), cut_.transposed ? nullptr : out, cut_.transposed ? out : nullptr);
+  }
+
+  // X <- X / norm. Each step ends in the other place, and the last one is to end where X is now.
+  void begin(uint16_t* x16) {
+    const double* const scales = task_.has_own_norms() ? scales_ : &task_.plan->orthogonal_scale;
+    if (task_.steps % 2 != 0) std::swap(x_, next_);
+    const float* const from = task_.steps % 2 != 0 ? next_ : x_;
+    combine({1, scales, from, GA_F32, 0, nullptr, x_, x16}, count_);
+  }
+
+  void combine(Combination pass, int64_t count) {
+    pass.count = count;
+    pass.each = cut_.size();
+    engine_.combine(pass);
+  }
+
+  bool is_wide() const { return cut_.rows <= cut_.columns; }
 
   // X X', or X' X if that is smaller; then the polynomial is applied from the right.
   MatmulTask product_with_itself(const void* x, int32_t dtype) const {
-    const int64_t c = task_.columns;
     MatmulTask t = {};
-    t.m = t.n = small_, t.k = count_ / small_;
-    t.a = t.b = x, t.lda = t.ldb = c;
+    t.m = t.n = cut_.small(), t.k = cut_.size() / t.m;
+    t.a = t.b = x, t.lda = t.ldb = cut_.columns, t.a_stride = t.b_stride = cut_.size();
     (is_wide() ? t.transpose_b : t.transpose_a) = true;
     return to(t, dtype, gram_, 1, false);
   }
   MatmulTask square(const void* matrix, int32_t dtype, float* target, float scale,
                     bool keep) const {
     MatmulTask t = {};
-    t.m = t.n = t.k = small_;
-    t.a = t.b = matrix, t.lda = t.ldb = small_;
+    t.m = t.n = t.k = t.lda = t.ldb = cut_.small();
+    t.a = t.b = matrix, t.a_stride = t.b_stride = t.m * t.m;
     return to(t, dtype, target, scale, keep);
   }
   MatmulTask product_of(const void* poly, const void* x, int32_t dtype, bool keep) const {
+    const int64_t small = cut_.small() * cut_.small();
     MatmulTask t = {};
-    t.m = task_.rows, t.n = task_.columns, t.k = small_;
-    t.a = is_wide() ? poly : x, t.lda = small_;
-    t.b = is_wide() ? x : poly, t.ldb = task_.columns;
+    t.m = cut_.rows, t.n = cut_.columns, t.k = cut_.small();
+    t.a = is_wide() ? poly : x, t.lda = t.k, t.a_stride = is_wide() ? small : cut_.size();
+    t.b = is_wide() ? x : poly, t.ldb = t.n, t.b_stride = is_wide() ? cut_.size() : small;
     return to(t, dtype, next_, 1, keep);
   }
   MatmulTask to(MatmulTask t, int32_t dtype, float* target, float scale, bool keep) const {
     t.dtype = dtype, t.tf32 = task_.precision == GA_PRECISION_TF32;
     t.target = target, t.scale = static_cast<double>(scale), t.keep = keep;
+    t.batch = matrices_, t.target_stride = t.m * t.n;
     return t;
   }
 
   const OrthogonalizeTask& task_;
-  Multiply multiply_;
-  Combine combine_;
-  const int64_t count_, small_;
-  float *x_, *next_;
-  float *const gram_, *const square_;
+  const Cut& cut_;
+  Engine& engine_;
+  const int64_t first_, matrices_, count_, smalls_;
+  double *scales_, *rows_, *columns_;
+  float *x_, *next_, *gram_, *square_;
+  uint16_t* narrow_;
 };
 
 }  // namespace ga

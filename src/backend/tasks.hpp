@@ -11,8 +11,10 @@
 #include <cstdint>
 
 #include "numbers/control.hpp"
+#include "numbers/cut.hpp"
 #include "numbers/units.hpp"
 #include "ops/batchnorm.hpp"
+#include "ops/muon.hpp"
 
 namespace ga {
 
@@ -299,7 +301,8 @@ struct FinishTask {
   }
 };
 
-// target [m x n] <- [target +] scale / *divisor a b, row-major, in f32. divisor NULL: 1.
+// target [m x n] <- [target +] scale / *divisor a b, row-major, in f32. divisor NULL: 1. On a device,
+// `batch` such products, whose matrices are so many elements apart; 0 and 1: one.
 struct MatmulTask {
   int64_t m, n, k;
   const void* a;
@@ -315,33 +318,58 @@ struct MatmulTask {
   double scale;
   const double* divisor;
   bool keep;
+  int64_t batch, a_stride, b_stride, target_stride;
 };
 
-// Newton-Schulz iterations: x <- orthogonal_scale x, then steps times X <- a X + (b G + c G G) X,
-// G = X X'. The result is in x after an even number of steps, else at the start of scratch.
+// Newton-Schulz iterations on each matrix of a tensor: X <- X / norm, then `steps` times
+// X <- a X + (b G + c G G) X, G = X X'. The result takes the place of x. What comes before and after:
+// ops/muon.hpp.
 struct OrthogonalizeTask {
-  const ParamPlan* plan;  // orthogonal_scale
-  float* x;               // rows x columns, f32
-  int64_t rows, columns;
+  const ParamPlan* plan;  // orthogonal_scale: 1 / norm, of a tensor that is one matrix
+  float* x;               // the tensor, f32
+  Cut cut;
   int steps;
-  float a, b, c;
+  NewtonSchulzTable table;
+  double eps;  // the smallest norm
+  ga_equilibrate equilibrate;
+  float* variances;  // one for each output of each matrix; NULL: without beta2
+  double beta2;
   ga_precision precision;  // of the factors of products
-  float* scratch;          // scratch_size floats
+  float* scratch;          // scratch_size() floats
 
-  float* result() const { return steps % 2 == 0 ? x : scratch; }
+  // Whether the norms of the matrices are not that of the tensor, which orthogonal_scale has.
+  bool has_own_norms() const { return cut.matrices > 1 || equilibrate != GA_EQUILIBRATE_NONE; }
 
-  // Enough for each precision, so that a group may change it: the other X, two matrices as small as G;
-  // for bf16 also the factors.
-  static int64_t scratch_size(int64_t rows, int64_t columns) {
-    const int64_t small = rows < columns ? rows : columns;
-    const int64_t count = rows * columns;
-    return count + 2 * small * small + (count + small * small + 1) / 2;
+  // How many matrices are made at once where there are many: as many as have room in this much scratch.
+  static int64_t at_once(const Cut& cut) {
+    constexpr int64_t kMost = int64_t{1} << 24;
+    const int64_t most = kMost / (room(cut) > 0 ? room(cut) : 1);
+    return most < 1 ? 1 : most < cut.matrices ? most : cut.matrices;
   }
+  // For one matrix, and enough for all options that a group may change: the factor of X, a number for each
+  // row and column; the other X, two matrices as small as G; X where it is not packed in the tensor; for
+  // bf16 the factors.
+  static int64_t room(const Cut& cut) {
+    const int64_t small = cut.small() * cut.small(), size = cut.size();
+    const int64_t all = 2 * (1 + cut.rows + cut.columns) + size + 2 * small +
+                        (cut.axes > 0 ? size : 0) + (size + small + 1) / 2;
+    return (all + 15) / 16 * 16;  // whole cache lines
+  }
+  static int64_t scratch_size(const Cut& cut) { return at_once(cut) * room(cut); }
 };
 
-// A pass over matrices: to <- a *factor x + b y, and narrow <- to, rounded to bf16. factor NULL: 1.
-// x_dtype: GA_F32 or GA_BF16. y NULL: without b y; then to may be x, or NULL. With b = 1, to may be y.
-// narrow may be NULL, or x of bf16.
+// Packed matrices, one behind the other.
+struct MatrixRun {
+  float* x;
+  int64_t matrices, rows, columns;
+
+  GA_HD int64_t size() const { return rows * columns; }
+  GA_HD int64_t count() const { return matrices * size(); }
+};
+
+// A pass over matrices: to <- a *factor x + b y, and narrow <- to, rounded to bf16. factor NULL: 1; else
+// there is one for every `each` elements. x_dtype: GA_F32 or GA_BF16. y NULL: without b y; then to may be
+// x, or NULL. With b = 1, to may be y. narrow may be NULL, or x of bf16.
 struct Combination {
   double a;
   const double* factor;
@@ -351,7 +379,7 @@ struct Combination {
   const float* y;
   float* to;
   uint16_t* narrow;
-  int64_t count;
+  int64_t count = 0, each = 0;
 };
 
 // A pass over a micro-batch's tensors in a layer with batch normalisation. The compute type is

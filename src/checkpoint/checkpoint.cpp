@@ -60,6 +60,8 @@ std::vector<Checkpoint::NamedArray> Checkpoint::arrays_of(size_t i) const {
       shape[shape.size() - (a.kind == kState ? 1 : 2)] = 1;
     else if (slot && op_info(op).row_state)
       shape = {a.count};
+    else if (slot && op_info(op).output_state && a.kind == kState + op_info(op).slots)
+      shape = {t.cut.matrices, t.cut.outputs()};
     list.push_back({a, a.format ? a.format : p.real(), std::move(shape)});
   }
   return list;

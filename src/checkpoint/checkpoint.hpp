@@ -226,6 +226,7 @@ class Checkpoint {
   bool is_left_out(const std::string& name) const;
   void check_tensor(int64_t tensor, std::initializer_list<int32_t> dtypes,
                     const std::vector<int64_t>& shape, Problems& problems) const;
+  bool is_cut(std::string_view key, std::string_view field) const;
   void compare_settings() const;
   bool may_be_taken(std::string_view key, std::string_view field) const;
   void read_keys();

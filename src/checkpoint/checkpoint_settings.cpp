@@ -10,6 +10,7 @@
 #include "checkpoint/checkpoint.hpp"
 #include "core/error.hpp"
 #include "core/tensor.hpp"
+#include "ops/muon.hpp"
 
 namespace ga {
 namespace {
@@ -17,6 +18,24 @@ namespace {
 // Whether the key is that of a group's optimizer, not of its clip or schedule.
 bool is_optimizer(std::string_view key) {
   return begins_with(key, "group.") && key.find('.', std::strlen("group.")) == key.npos;
+}
+
+// The names of the numbers of ga_optimizer.ns_table in a group's text.
+std::vector<std::string> ns_numbers(int32_t rows) {
+  std::vector<std::string> names;
+  for (int32_t i = 1; i <= rows; ++i)
+    for (const char* const letter : {"_a", "_b", "_c"})
+      names.push_back("ns_table_" + std::to_string(i) + letter);
+  return names;
+}
+
+// Reads an optimizer; its ns_table is put into `table`.
+void read_optimizer(const Fields& f, ga_optimizer& o, std::vector<double>& table) {
+  f.get_fields(o);
+  if (o.ns_rows < 0 || o.ns_rows > Muon::kMostRows)
+    fail(GA_ERROR_FORMAT, "its ns_rows was %d", o.ns_rows);
+  for (const std::string& name : ns_numbers(o.ns_rows)) f.get(name.c_str(), table.emplace_back());
+  o.ns_table = table.empty() ? nullptr : table.data();
 }
 
 }  // namespace
@@ -80,7 +99,11 @@ Checkpoint::Settings Checkpoint::settings_of_context() const {
   for (size_t k = 0; k < model_.params.groups.size(); ++k) {
     const Group& g = model_.params.groups[k];
     const std::string key = "group." + std::to_string(k);
-    add(key, g.optimizer);
+    Fields optimizer;
+    optimizer.add_fields(g.optimizer);
+    const std::vector<std::string> names = ns_numbers(g.optimizer.ns_rows);
+    for (size_t i = 0; i < names.size(); ++i) optimizer.add(names[i].c_str(), (*g.ns_table)[i]);
+    list.emplace_back(key, std::move(optimizer));
     if (g.own_clip) add(key + ".clip", g.clip);
     if (g.schedule.struct_size == 0) continue;
     Fields schedule;
@@ -136,6 +159,18 @@ bool Checkpoint::may_be_taken(std::string_view key, std::string_view field) cons
   return key == "clip" || key == "loss_scaler";
 }
 
+// Whether the state of a parameter means something else with another value: that of MUON belongs to matrices.
+bool Checkpoint::is_cut(std::string_view key, std::string_view field) const {
+  constexpr std::string_view kParameter = "parameter.";
+  const std::string_view fields[] = {"cut_matrices", "batch_axes", "output_axis", "split_axis",
+                                     "matrix_parts"};
+  if (!begins_with(key, kParameter) ||
+      std::find(std::begin(fields), std::end(fields), field) == std::end(fields))
+    return false;
+  const ga_param id = model_.params.find(key.substr(kParameter.size()));
+  return id >= 0 && model_.params.group_of(model_.params[id]).info->matrices_only;
+}
+
 void Checkpoint::compare_settings() const {
   if (!file_->is_ours()) return;
   Problems problems;
@@ -157,7 +192,7 @@ void Checkpoint::compare_settings() const {
     fields.each_difference(
         Fields(*text, key.c_str()),
         [&, &key = key](const char* field, const char* theirs, const char* here) {
-          if (keeps || (takes && may_be_taken(key, field))) return;
+          if ((keeps && !is_cut(key, field)) || (takes && may_be_taken(key, field))) return;
           if (begins_with(key, "parameter.") && std::strcmp(field, "index") == 0 && here) return;
           const bool kind = std::strcmp(field, "kind") == 0 && is_optimizer(key);
           const auto text_of = [&](const char* number) {
@@ -251,10 +286,13 @@ void Checkpoint::read_settings() {
   for (size_t k = 0; k < params.groups.size(); ++k) {
     const Group& now = params.groups[k];
     const std::string key = "group." + std::to_string(k);
-    Group g = {now.optimizer, now.info, {}, false, default_clip(), {}, {}};
-    read(key, g.optimizer);
+    Group g = {now.optimizer, now.info, {}, false, default_clip(), {}, {}, nullptr};
+    std::vector<double> table;
+    if (const std::string* const text = file_->find(key))
+      read_optimizer(Fields(*text, key.c_str()), g.optimizer, table);
     check_optimizer(g.optimizer);
     check_same_state(now.optimizer, g.optimizer);
+    g.set_optimizer(g.optimizer);
     now.prepare_products(*model_.backend, g.optimizer);
     for (int matrix = 0; matrix < 2; ++matrix) g.op[matrix] = g.info->op(g.optimizer, matrix != 0);
     g.own_clip = read(key + ".clip", g.clip);

@@ -18,7 +18,9 @@ ga_group Configuration::add_group(const ga_optimizer& o) {
   check_optimizer(o);
   if (model_.params.groups.size() >= INT32_MAX) fail(GA_ERROR_INVALID_ARGUMENT, "too many groups");
   const OptimizerInfo& info = optimizer_info(o.kind, o.flavor);
-  Group g = {o, &info, {info.op(o, false), info.op(o, true)}, false, default_clip(), {}, {}};
+  Group g = {{}, &info,  {info.op(o, false), info.op(o, true)}, false, default_clip(), {},
+             {}, nullptr};
+  g.set_optimizer(o);
   g.prepare_products(*model_.backend, o);
   GroupState state = {};
   state.clock = clock_after(info, o,
@@ -73,12 +75,11 @@ void Configuration::set_optimizer(ga_group id, ga_optimizer o) {
 void Configuration::change_optimizer(ga_group id, const ga_optimizer& o) {
   Group& g = model_.params.group(id);
   model_.check_settable();
-  const bool same_steps = g.optimizer.ns_steps == o.ns_steps;  // which say where the result lies
-  g.optimizer = o;
+  g.set_optimizer(o);
   const int before[] = {g.op[0], g.op[1]};
   for (int matrix = 0; matrix < 2; ++matrix) g.op[matrix] = g.info->op(o, matrix);
   stages_.writer.write_groups();
-  if (same_steps && std::equal(before, before + 2, g.op)) return;
+  if (std::equal(before, before + 2, g.op)) return;
   for (size_t i = 0; i < model_.tables.params(); ++i)
     if (model_.params[i].group == id) stages_.writer.describe(i);
 }

@@ -63,6 +63,44 @@ void Parameters::check_data(const char* tensor, const void* data, int64_t count,
   model_.ranges.check_disjoint(of, "its data", data, bytes, self);
 }
 
+// Checks how the parameter is cut into matrices.
+void Parameters::check_cut(const Subject& of, const NewParam& e) {
+  const ga_param_options& o = e.options;
+  const auto in = [&](const char* field, int32_t value, int32_t first, int32_t last) {
+    if (value < first || value > last)
+      of.fail(GA_ERROR_INVALID_ARGUMENT, "%s was %d, expected %d to %d, since its rank is %d",
+              field, value, first, last, e.rank);
+  };
+  if (o.cut_matrices != 0 && o.cut_matrices != 1)
+    of.fail(GA_ERROR_INVALID_ARGUMENT, "cut_matrices was %d, expected 0 or 1", o.cut_matrices);
+  if (!o.cut_matrices) {
+    if (o.batch_axes || o.output_axis || o.split_axis || o.matrix_parts)
+      of.fail(GA_ERROR_INVALID_ARGUMENT,
+              "cut_matrices was 0, but batch_axes, output_axis, split_axis and matrix_parts were "
+              "%d, %d, %d and %d, expected 0",
+              o.batch_axes, o.output_axis, o.split_axis, o.matrix_parts);
+    return;
+  }
+  if (e.rank < 2)
+    of.fail(GA_ERROR_INVALID_ARGUMENT,
+            "cut_matrices was 1, but its rank is %d, and a matrix has two axes", e.rank);
+  in("batch_axes", o.batch_axes, 0, e.rank - 2);
+  in("output_axis", o.output_axis, o.batch_axes, e.rank - 1);
+  if (o.matrix_parts < 0)
+    of.fail(GA_ERROR_INVALID_ARGUMENT, "matrix_parts was %d, expected >= 0", o.matrix_parts);
+  if (o.matrix_parts == 0 && o.split_axis != 0)
+    of.fail(GA_ERROR_INVALID_ARGUMENT,
+            "split_axis was %d, but matrix_parts was 0, so that no axis is split", o.split_axis);
+  if (o.matrix_parts == 0) return;
+  in("split_axis", o.split_axis, o.batch_axes, e.rank - 1);
+  if (e.shape[o.split_axis] % o.matrix_parts != 0)
+    of.fail(
+        GA_ERROR_INVALID_ARGUMENT,
+        "matrix_parts was %d, but its axis %d has %lld elements, which do not divide into so many "
+        "equal parts",
+        o.matrix_parts, o.split_axis, ll(e.shape[o.split_axis]));
+}
+
 // Checks that dtypes and options of a parameter fit each other and the group's optimizer.
 void Parameters::check_options(const NewParam& e, int32_t dtype) const {
   const ga_param_options& o = e.options;
@@ -117,12 +155,15 @@ void Parameters::check_options(const NewParam& e, int32_t dtype) const {
               info.name);
     if (o.rows != GA_ROWS_NONE) refuse("reduce was GA_REDUCE_MAX, but rows was set");
   }
-  if (info.matrices_only && (e.rank != 2 || f64))
-    of.fail(
-        GA_ERROR_UNSUPPORTED,
-        "%s is for matrices, but its rank is %d and its dtype %s; a group with another optimizer "
-        "may take it",
-        info.name, e.rank, dtype_info(dtype).name);
+  check_cut(of, e);
+  if (info.matrices_only && (!(e.rank == 2 || o.cut_matrices) || f64))
+    of.fail(GA_ERROR_UNSUPPORTED,
+            "%s is for matrices, but its rank is %d and its dtype %s; a group with another "
+            "optimizer may take it%s",
+            info.name, e.rank, dtype_info(dtype).name,
+            e.rank > 2 && !f64
+                ? ", or ga_param_options.cut_matrices may say how it is cut into some"
+                : "");
   const bool lent = model_.config.gradient_life == GA_GRADIENTS_LENT;
   if (lent && model_.config.accumulation == GA_ACCUMULATE_COMPENSATED &&
       (o.accumulator_dtype == GA_F16 || o.accumulator_dtype == GA_BF16))

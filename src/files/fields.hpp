@@ -37,6 +37,10 @@ void each_field(Struct& s, F&& f) {
     f("alpha", s.alpha), f("alpha_warmup", s.alpha_warmup), f("beta3_warmup", s.beta3_warmup);
     f("clip_exponent", s.clip_exponent, s.kind == GA_OPTIMIZER_ADOPT ? 0.25 : 0.0);
     f("ns_precision", s.ns_precision, ga_precision{GA_PRECISION_F32});
+    f("ns_rows", s.ns_rows, int32_t{0});  // then numbers of ns_table: see ns_numbers()
+    f("ns_preset", s.ns_preset, ga_newton_schulz{GA_NS_OWN});
+    f("cautious", s.cautious, int32_t{0});
+    f("equilibrate", s.equilibrate, ga_equilibrate{GA_EQUILIBRATE_NONE});
   } else if constexpr (std::is_same_v<T, ga_schedule>) {
     f("kind", s.kind), f("warmup_steps", s.warmup_steps), f("total_steps", s.total_steps);
     f("end_factor", s.end_factor), f("power", s.power), f("gamma", s.gamma);
@@ -56,7 +60,9 @@ void each_field(Struct& s, F&& f) {
     f("mode", s.mode), f("biased", s.biased), f("momentum", s.momentum), f("eps", s.eps);
   } else if constexpr (std::is_same_v<T, ga_param_options>) {
     f("master", s.master), f("rounding", s.rounding), f("rows", s.rows), f("agc_axes", s.agc_axes);
-    f("reduce", s.reduce);
+    f("reduce", s.reduce), f("cut_matrices", s.cut_matrices, int32_t{0});
+    f("batch_axes", s.batch_axes, int32_t{0}), f("output_axis", s.output_axis, int32_t{0});
+    f("split_axis", s.split_axis, int32_t{0}), f("matrix_parts", s.matrix_parts, int32_t{0});
   } else if constexpr (std::is_same_v<T, ga_step_result>) {
     f("outcome", s.outcome), f("windows", s.windows), f("steps", s.steps);
     f("micro_batches", s.micro_batches), f("weight", s.weight), f("norm", s.norm);

@@ -96,6 +96,9 @@ OwnedArrays ParamArrays::of(size_t i, const Range& shard) const {
     for (int k = 0; k < op_info(op).slots; ++k)
       add(kState + k, op_info(op).slot_names.of[k], format, shard.count,
           static_cast<size_t>(room) * size_of(format), g.info->initial(g.optimizer, k));
+    if (op_info(op).output_state)
+      numbers(kState + op_info(op).slots, op_info(op).slot_names.of[op_info(op).slots], GA_F32,
+              t.cut.matrices * t.cut.outputs());
   }
   if (shard.count > 0) {
     if (params_.has_master(i)) numbers(kMaster, "master", GA_F32, shard.count);
@@ -164,10 +167,8 @@ void ParamArrays::place(size_t i, Layout& l, F&& f) const {
   const int op = params_.op_of(p);
   if (op < 0 || !op_info(op).emits || p.shard.count == 0) return;
   int64_t elements = 0;
-  if (!p.fits_accumulator() && !params_.is_layered_over_ranks(i)) elements = p.count;
-  if (op_info(op).orthogonal)
-    elements +=
-        OrthogonalizeTask::scratch_size(params_.tensor(i).rows, p.count / params_.tensor(i).rows);
+  if (!p.fits_accumulator() && !params_.is_layered_over_ranks(i)) elements = emitted_room(p);
+  if (op_info(op).orthogonal) elements += OrthogonalizeTask::scratch_size(params_.tensor(i).cut);
   l.scratch = std::max(l.scratch, static_cast<size_t>(elements) * (p.f64 ? 8 : 4));
 }
 

@@ -85,6 +85,8 @@ class ParamArrays {
     return kind == kMaster ? p.master : kind == kAverage ? p.average : p.state[kind - kState];
   }
   void* scratch() const { return scratch_.data(); }  // for the updates that emit
+  // Elements that what an update emits takes there, whole cache lines, if it is not the accumulator.
+  static int64_t emitted_room(const Param& p) { return (p.count + 15) / 16 * 16; }
   int64_t chunks() const { return owned_.chunks(); }
   // Has the backend allocate for calls with that many chunks and parameters.
   void reserve(int64_t chunks, size_t params) const;

@@ -68,6 +68,19 @@ Units::Units(Backend& backend, const UnitPattern& p, bool both)
   totals = reinterpret_cast<UnitTotals*>(param + p.sums() + p.units);
 }
 
+void Group::set_optimizer(const ga_optimizer& o) {
+  optimizer = o;
+  if (o.kind != GA_OPTIMIZER_MUON || !o.ns_table) {
+    ns_table = nullptr;
+  } else {
+    std::vector<double> table(o.ns_table, o.ns_table + int64_t{3} * o.ns_rows);
+    if (!ns_table || *ns_table != table)  // else it keeps its address
+      ns_table = std::make_shared<const std::vector<double>>(std::move(table));
+  }
+  optimizer.ns_table = ns_table ? ns_table->data() : nullptr;
+  if (!ns_table) optimizer.ns_rows = 0;
+}
+
 const Group& ParamList::group(ga_group id) const {
   if (id < 0 || static_cast<size_t>(id) >= groups.size())
     fail(GA_ERROR_INVALID_ARGUMENT, "group was %d, but the context has %zu", id, groups.size());
@@ -138,6 +151,7 @@ ga_param ParamList::add(const NewParam& e, void* data, int32_t dtype, int64_t co
   t.shape.assign(e.shape, e.shape + e.rank);
   t.options = options;
   t.rows = e.rank > 0 ? e.shape[0] : 1;
+  if (e.rank == 2 || options.cut_matrices) t.cut = make_cut(e.rank, e.shape, options);
   t.name = names_.emplace(e.name, static_cast<ga_param>(size())).first->first.c_str();
   t.key = next_key_++;
   tensors_.push_back(std::move(t));

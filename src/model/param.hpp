@@ -14,6 +14,7 @@
 #include "core/error.hpp"
 #include "model/division.hpp"
 #include "model/table.hpp"
+#include "numbers/cut.hpp"
 #include "numbers/optimizer.hpp"
 
 namespace ga {
@@ -25,7 +26,11 @@ struct Group {
   bool own_clip;
   ga_clip clip;
   ga_schedule schedule;
-  Table<double> rates;  // of a GA_SCHEDULE_TABLE
+  Table<double> rates;                                  // of a GA_SCHEDULE_TABLE
+  std::shared_ptr<const std::vector<double>> ns_table;  // what optimizer.ns_table points to
+
+  // Takes an optimizer of the same kind, and its own copy of what that points to.
+  void set_optimizer(const ga_optimizer& o);
 
   // Opens the engine of the matrix products that its matrices need with that optimizer, of the same
   // kind. See Backend::prepare_matmul().
@@ -195,6 +200,7 @@ struct Tensor {
   std::vector<int64_t> shape;
   ga_param_options options;
   int64_t rows;  // shape[0]
+  Cut cut;       // of a tensor of rank 2, or with ga_param_options.cut_matrices
   double lr_scale = 1, weight_decay_scale = 1;
   bool removed = false;
   int32_t key = 0;        // its number in the keys of random bits, which no other has or had

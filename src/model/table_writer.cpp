@@ -136,7 +136,9 @@ void TableWriter::describe_input(size_t i) {
   in.rows = t.set;
   in.count = p.count;
   in.measured_count = model_.ranks->measured_count(static_cast<ga_param>(i), p.count);
-  in.extent = t.rows;
+  const bool cut = model_.params.op_of(p) >= 0 && op_info(model_.params.op_of(p)).orthogonal;
+  in.outputs = cut ? t.cut.outputs() : t.rows;
+  in.inputs = cut ? t.cut.inputs() : t.rows > 0 ? p.count / t.rows : 0;
   in.weight = 1;
   in.lr_scale = t.lr_scale;
   in.weight_decay_scale = t.weight_decay_scale;
@@ -271,10 +273,8 @@ void TableWriter::describe_layered(size_t i) {
   if (model_.config.eager)
     measure.partials = p.partials + chunk_count(p.count);  // of the gradient: the first
   model_.ranks->describe_measure(static_cast<ga_param>(i), measure);
-  const void* made = whole_of(room, p.shard.first).data;
-  if (info.orthogonal && p.shard.count > 0)
-    made = orthogonal_task(static_cast<ga_param>(i)).result();
-  if (info.emits) update.gradient = identity({made, p.real(), 1, nullptr});
+  if (info.emits)
+    update.gradient = identity({whole_of(room, p.shard.first).data, p.real(), 1, nullptr});
 }
 
 OrthogonalizeTask TableWriter::orthogonal_task(ga_param id) const {
@@ -284,16 +284,18 @@ OrthogonalizeTask TableWriter::orthogonal_task(ga_param id) const {
   OrthogonalizeTask task = {};
   task.plan = model_.tables.plans.at(i);
   task.x = static_cast<float*>(model_.tables.measures[i].emitted);
-  task.rows = model_.params.tensor(i).rows;
-  task.columns = p.count / task.rows;
+  task.cut = model_.params.tensor(i).cut;
   task.steps = o.ns_steps;
-  task.a = static_cast<float>(o.ns_coefficients[0]);
-  task.b = static_cast<float>(o.ns_coefficients[1]);
-  task.c = static_cast<float>(o.ns_coefficients[2]);
+  task.table = newton_schulz_table(o);
+  task.eps = o.eps;
+  task.equilibrate = o.equilibrate;
+  if (const OpInfo& info = op_info(model_.params.op_of(p)); info.output_state)
+    task.variances = static_cast<float*>(p.state[info.slots]);
+  task.beta2 = o.beta2;
   task.precision = o.ns_precision;
   // Behind what may have been emitted there.
   task.scratch = static_cast<float*>(model_.arrays.scratch()) +
-                 (task.x == model_.arrays.scratch() ? p.count : 0);
+                 (task.x == model_.arrays.scratch() ? ParamArrays::emitted_room(p) : 0);
   return task;
 }
 

@@ -95,8 +95,9 @@ struct ParamInput {
   int64_t count;
   // Elements of the gradient that the partials are of: all, or over ranks on a device this rank's piece.
   int64_t measured_count;
-  int64_t extent;  // shape[0]
-  double weight;   // multiplies the accumulator, as the mean does
+  int64_t outputs,
+      inputs;     // of a matrix; without a cut shape[0], and the product of the other axes
+  double weight;  // multiplies the accumulator, as the mean does
   double lr_scale, weight_decay_scale;
   int32_t key;  // see Tensor::key
   ga_group group;

@@ -45,11 +45,11 @@ struct OpTable;
 
 template <class... Op>
 struct OpTable<TypeList<Op...>> {
-  static_assert(((named_slots<Op> == (Op::factored ? 2 : Op::slots)) && ...),
+  static_assert(((named_slots<Op> == (Op::factored ? 2 : Op::slots + Op::output_state)) && ...),
                 "every slot is named");
-  static constexpr std::array<OpInfo, sizeof...(Op)> infos = {
-      OpInfo{Op::slots, Op::norms, Op::measuring, Op::updating, Op::factored, Op::row_state,
-             Op::emits, Op::orthogonal, Op::reads_gradient_norm, Op::slot_names}...};
+  static constexpr std::array<OpInfo, sizeof...(Op)> infos = {OpInfo{
+      Op::slots, Op::norms, Op::measuring, Op::updating, Op::factored, Op::row_state, Op::emits,
+      Op::orthogonal, Op::output_state, Op::reads_gradient_norm, Op::slot_names}...};
 };
 
 constexpr auto& optimizers = OptimizerTable<Optimizers>::infos;
@@ -166,6 +166,9 @@ void check_same_state(const ga_optimizer& before, const ga_optimizer& o) {
     one = before;
     one.centered = o.centered;
     if (!same_slots(one)) fixed("centered", before.centered, o.centered);
+    one = before;
+    one.beta2 = o.beta2;
+    if (!same_slots(one)) fixed("beta2", before.beta2, o.beta2);
     fixed("momentum", before.momentum, o.momentum);
   }
   for (int slot = 0; slot < kMaxSlots; ++slot)

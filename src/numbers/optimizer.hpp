@@ -28,7 +28,7 @@ struct OptimizerInfo {
 struct OpInfo {
   int slots, norms;
   Pass measuring, updating;
-  bool factored, row_state, emits, orthogonal, reads_gradient_norm;
+  bool factored, row_state, emits, orthogonal, output_state, reads_gradient_norm;
   SlotNames slot_names;  // factored: those of the rows and of the columns
 };
 

@@ -88,7 +88,7 @@ struct StepInput {
   double lr, weight_decay;
   Clock clock;
   // For layer-wise optimizers alone:
-  int64_t rows, columns;  // shape[0], and the product of the other dimensions
+  int64_t rows, columns;  // of a matrix, else shape[0] and the product of the other dimensions
   double gradient_norm;   // 2-norm of the parameter's gradient after clipping
   double norm[2];         // 2-norms of measure()'s x[0], x[1]; 0 before the second pass
 };
@@ -122,6 +122,8 @@ struct ElementWise {
   static constexpr bool reads_gradient_norm = false;  // StepInput::gradient_norm
   // The emitted x[0] is divided by its norm and made orthogonal as a matrix.
   static constexpr bool orthogonal = false;
+  // After the slots comes one more state, of f32, with a value for each output of each matrix.
+  static constexpr bool output_state = false;
 };
 
 struct LayerWise : ElementWise {

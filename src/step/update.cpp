@@ -164,7 +164,9 @@ void Update::orthogonalize(ga_param id) {
   const bool known =
       model_.config.device == GA_DEVICE_CPU;  // else no rank knows whether it is updated
   if (known && !(model_.tables.plans.at(static_cast<size_t>(id))->actions & kUpdate)) return;
-  model_.ranks->hand_round(task.result(), task.rows * task.columns, id);
+  model_.ranks->hand_round(task.x, task.cut.matrices * task.cut.size(), id);
+  if (task.variances)
+    model_.ranks->hand_round(task.variances, task.cut.matrices * task.cut.outputs(), id);
 }
 
 void Update::gather() {

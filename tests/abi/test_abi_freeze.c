@@ -25,7 +25,7 @@
 
 /* ---- Structs: size, then each field with its offset and its size ---- */
 
-SIZE(ga_optimizer, 256, 256);
+SIZE(ga_optimizer, 280, 280);
 FIELD(ga_optimizer, struct_size, 0, 8, 0, 4);
 FIELD(ga_optimizer, kind, 8, 4, 4, 4);
 FIELD(ga_optimizer, flavor, 12, 4, 8, 4);
@@ -63,6 +63,11 @@ FIELD(ga_optimizer, beta3_warmup, 232, 8, 232, 8);
 FIELD(ga_optimizer, clip_exponent, 240, 8, 240, 8);
 FIELD(ga_optimizer, ns_precision, 248, 4, 248, 4);
 FIELD(ga_optimizer, reserved2, 252, 4, 252, 4);
+FIELD(ga_optimizer, ns_table, 256, 8, 256, 4);
+FIELD(ga_optimizer, ns_rows, 264, 4, 260, 4);
+FIELD(ga_optimizer, ns_preset, 268, 4, 264, 4);
+FIELD(ga_optimizer, cautious, 272, 4, 268, 4);
+FIELD(ga_optimizer, equilibrate, 276, 4, 272, 4);
 
 SIZE(ga_config, 184, 144);
 FIELD(ga_config, struct_size, 0, 8, 0, 4);
@@ -198,7 +203,7 @@ FIELD(ga_ema, dtype, 12, 4, 8, 4);
 FIELD(ga_ema, decay, 16, 8, 16, 8);
 FIELD(ga_ema, gamma, 24, 8, 24, 8);
 
-SIZE(ga_param_options, 48, 44);
+SIZE(ga_param_options, 72, 68);
 FIELD(ga_param_options, struct_size, 0, 8, 0, 4);
 FIELD(ga_param_options, gradient_dtype, 8, 4, 4, 4);
 FIELD(ga_param_options, accumulator_dtype, 12, 4, 8, 4);
@@ -210,6 +215,12 @@ FIELD(ga_param_options, reduce, 32, 4, 28, 4);
 FIELD(ga_param_options, write_early, 36, 4, 32, 4);
 FIELD(ga_param_options, follow_data, 40, 4, 36, 4);
 FIELD(ga_param_options, reserved, 44, 4, 40, 4);
+FIELD(ga_param_options, cut_matrices, 48, 4, 44, 4);
+FIELD(ga_param_options, batch_axes, 52, 4, 48, 4);
+FIELD(ga_param_options, output_axis, 56, 4, 52, 4);
+FIELD(ga_param_options, split_axis, 60, 4, 56, 4);
+FIELD(ga_param_options, matrix_parts, 64, 4, 60, 4);
+FIELD(ga_param_options, reserved2, 68, 4, 64, 4);
 
 SIZE(ga_flat_entry, 48, 40);
 FIELD(ga_flat_entry, struct_size, 0, 8, 0, 4);
@@ -391,6 +402,13 @@ VALUE(GA_ADJUST_NONE, 2);
 VALUE(GA_PRECISION_F32, 0);
 VALUE(GA_PRECISION_TF32, 1);
 VALUE(GA_PRECISION_BF16, 2);
+VALUE(GA_EQUILIBRATE_NONE, 0);
+VALUE(GA_EQUILIBRATE_OUTPUTS, 1);
+VALUE(GA_EQUILIBRATE_INPUTS, 2);
+VALUE(GA_EQUILIBRATE_BOTH, 3);
+VALUE(GA_NS_OWN, 0);
+VALUE(GA_NS_YOU, 1);
+VALUE(GA_NS_POLAR_EXPRESS, 2);
 
 VALUE(GA_DEVICE_CPU, 0);
 VALUE(GA_DEVICE_CUDA, 1);
@@ -509,6 +527,8 @@ _Static_assert(sizeof(ga_flavor) == 4, "ga_flavor");
 _Static_assert(sizeof(ga_dtype) == 4, "ga_dtype");
 _Static_assert(sizeof(ga_adjust_lr) == 4, "ga_adjust_lr");
 _Static_assert(sizeof(ga_precision) == 4, "ga_precision");
+_Static_assert(sizeof(ga_newton_schulz) == 4, "ga_newton_schulz");
+_Static_assert(sizeof(ga_equilibrate) == 4, "ga_equilibrate");
 _Static_assert(sizeof(ga_group) == 4, "ga_group");
 _Static_assert(sizeof(ga_param) == 4, "ga_param");
 _Static_assert(sizeof(ga_device) == 4, "ga_device");

@@ -393,8 +393,9 @@ TEST(Plans, NeighboursDifferInAnything) {
       {"shape, in a layer-wise Op",
        [&](Rank& r) {
          r.group_inputs[0].optimizer = optimizer(GA_OPTIMIZER_MUON);
-         for (ParamInput& p : r.param_inputs) p.op = op_of(GA_OPTIMIZER_MUON), p.extent = 1024;
-         r.param_inputs[1].extent = 4096;
+         for (ParamInput& p : r.param_inputs)
+           p.op = op_of(GA_OPTIMIZER_MUON), p.outputs = p.inputs = 1024;
+         r.param_inputs[1].outputs = 4096;
        }},
       {"maximum",
        [](Rank& r) {

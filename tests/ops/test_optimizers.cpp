@@ -577,7 +577,9 @@ Layout matrices() {
 TEST_P(Muon, FollowsFloat64) {
   // The tolerance of the iteration is a fiftieth of its result, see FirstStepIsSharp.
   follow<float>(optimizer_, matrices(), even_gradients<float>, 40, 0.1, 0.02);
-  follow<float>(optimizer_, matrices(), gradients<float>, 40, kMostVague, 0.02);
+  // Which way elements go that hardly move, and so whether they decay, float64 does not tell.
+  if (!optimizer_.cautious)
+    follow<float>(optimizer_, matrices(), gradients<float>, 40, kMostVague, 0.02);
 }
 
 // The tolerance is small compared with the movement of the first step.
@@ -852,7 +854,11 @@ TEST(Defaults, OfEachFramework) {
                                   {"clip_exponent", &O::clip_exponent, 0.0},
                                   {"reserved", &O::reserved, 0},
                                   {"ns_precision", &O::ns_precision, 0},
-                                  {"reserved2", &O::reserved2, 0}};
+                                  {"reserved2", &O::reserved2, 0},
+                                  {"ns_rows", &O::ns_rows, 0},
+                                  {"ns_preset", &O::ns_preset, 0},
+                                  {"cautious", &O::cautious, 0},
+                                  {"equilibrate", &O::equilibrate, 0}};
   for (const OptimizerRow& row : optimizer_rows()) {
     for (const OptimizerRow::Defaults& defaults : row.defaults) {
       SCOPED_TRACE(testing::Message() << row.name << ", flavor " << defaults.flavor);

@@ -556,9 +556,10 @@ TEST(Ranks, AWindowThatOneRankHasNoNoiseScaleOf) {
 
 TEST(Ranks, Muon) {
   if (!has_onednn()) GTEST_SKIP() << "no oneDNN in this build";
-  const Layout l = Layout::of({{40, 30}, {16, 50}, {7, 7}});
+  const Layout l = Layout::of({{40, 30}, {16, 50}, {7, 7}, {5, 12, 7}});
   Options s;
   s.optimizer = optimizer(GA_OPTIMIZER_MUON);
+  s.optimizer.beta2 = 0.5;  // whose state the ranks are to share
   const Block start = parameters(l, 3);
   Shares shares = make_even_shares(l, 2);
   for (auto& window : shares)

@@ -38,6 +38,26 @@ namespace GradAccum {
         for (int i = 0; i < 3; ++i) Native.set_ns_coefficient(i, value[i]);
       }
     }
+
+    /// <summary>
+    /// Muon: three coefficients for each iteration, one row behind the other; iterations beyond the last row have
+    /// that one. Default, empty: <see cref="NewtonSchulzCoefficients"/> in every iteration.
+    /// </summary>
+    public double[] NewtonSchulzTable {
+      get {
+        var table = new double[Native.ns_table_size()];
+        for (int i = 0; i < table.Length; ++i) table[i] = Native.ns_table_number(i);
+        return table;
+      }
+      set {
+        if (value == null) throw new ArgumentNullException("value");
+        if (value.Length % 3 != 0) {
+          throw GradAccumException.Invalid(
+              "there were " + value.Length + " numbers in a table of Newton-Schulz coefficients, which has three a row");
+        }
+        Native.set_ns_table(value);
+      }
+    }
   }
 
   public sealed partial class Schedule {

@@ -157,9 +157,16 @@ namespace GradAccum.Tests {
       Expect.Throws<ArgumentNullException>(() => new Optimizer(OptimizerKind.Muon).NewtonSchulzCoefficients = null);
       Expect.Fails(Status.InvalidArgument,
                    () => new Optimizer(OptimizerKind.Muon).NewtonSchulzCoefficients = new double[2], "2 Newton-Schulz");
+      Expect.Throws<ArgumentNullException>(() => new Optimizer(OptimizerKind.Muon).NewtonSchulzTable = null);
+      Expect.Fails(Status.InvalidArgument,
+                   () => new Optimizer(OptimizerKind.Muon).NewtonSchulzTable = new double[4], "4 numbers");
       using (Context context = WithOne()) {
         Group group = context.Groups[0];
         Expect.Fails(Status.InvalidArgument, () => context.AddGroup(new Optimizer(OptimizerKind.Sgd) {Lr = -1}));
+        Group muon = context.AddGroup(
+            new Optimizer(OptimizerKind.Muon) {NewtonSchulzTable = new double[] {3, -3.5, 1.25, 2, -1.5, 0.5}});
+        Expect.Equal(6, muon.Optimizer.NewtonSchulzTable.Length);
+        Expect.Equal(-1.5, muon.Optimizer.NewtonSchulzTable[4]);
         Expect.Fails(Status.InvalidArgument, () => context.AddGroup(new Optimizer(OptimizerKind.Adam) {Beta1 = 1}));
         Expect.Fails(Status.InvalidArgument, () => group.SetLr(double.NaN));
         Expect.Fails(Status.InvalidArgument, () => group.SetSchedule(new Schedule(ScheduleKind.Linear)));

@@ -28,6 +28,7 @@ namespace GradAccum.Tests {
       {"ga_micro_options.loss_scale", "an argument of Accumulate and BeginMicroBatch"},
       {"ga_micro_options.flags", "GA_MICRO_LAST is an argument of Accumulate and BeginMicroBatch"},
       {"ga_schedule.table_size", "set with the table"},
+      {"ga_optimizer.ns_rows", "set with the table"},
       {"ga_flat_entry.rank", "set with the shape"},
       {"ga_comm_config.kind", "an argument of the constructor"},
       {"ga_comm_config.table", "C programs alone bring a transport of their own"},
@@ -36,6 +37,7 @@ namespace GradAccum.Tests {
     // Fields that are read or written by a method of another name.
     private static readonly Dictionary<string, string> Methods = new Dictionary<string, string> {
       {"ga_optimizer.ns_coefficients", "set_ns_coefficient"},
+      {"ga_optimizer.ns_table", "set_ns_table"},
       {"ga_param_info.shape", "dimension"},
       {"ga_flat_entry.name", "SetName"},
       {"ga_flat_entry.shape", "set_shape"},

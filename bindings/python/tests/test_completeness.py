@@ -29,7 +29,7 @@ NOT_FIELDS = {
     "struct_size", "reserved", "reserved2",  # the raw layer's
     "parallel_for", "parallel_for_user", "allocate", "free", "allocator_user",  # not wrapped: gradaccum.i
     "log_user", "progress_user", "on_param_done_user", "table_size",  # of log, progress, on_param_done and table
-    "rank",  # of shape
+    "rank", "ns_rows",  # of shape and ns_table
 }  # fmt: skip
 STRUCTS = {
     "ga_optimizer": options.Optimizer, "ga_config": options.Config, "ga_clip": options.Clip,
@@ -97,8 +97,8 @@ def test_every_enumerator_is_there() -> None:
         wanted.update({name: int(value) for name, value in re.findall(r"(GA_\w+) = (\d+)", body)})
     prefixes = {
         "Status": "ERROR_", "OptimizerKind": "OPTIMIZER_", "Flavor": "FLAVOR_", "Dtype": "",
-        "AdjustLr": "ADJUST_", "Precision": "PRECISION_", "Device": "DEVICE_", "GradientKind": "GRADIENT_",
-        "Reduce": "REDUCE_",
+        "AdjustLr": "ADJUST_", "Precision": "PRECISION_", "NewtonSchulzPreset": "NS_", "Equilibrate": "EQUILIBRATE_",
+        "Device": "DEVICE_", "GradientKind": "GRADIENT_", "Reduce": "REDUCE_",
         "Missing": "MISSING_", "Nonfinite": "NONFINITE_", "Accumulation": "ACCUMULATE_",
         "GradientLife": "GRADIENTS_", "MicroFlags": "MICRO_", "WindowState": "WINDOW_",
         "StepOutcome": "STEP_", "ScheduleKind": "SCHEDULE_", "ClipScope": "CLIP_", "AgcUnits": "AGC_",

@@ -67,6 +67,24 @@ def test_an_optimizer_comes_back_from_its_group() -> None:
     assert error.value.status is ga.Status.UNSUPPORTED
 
 
+def test_a_table_of_coefficients_comes_back_from_its_group() -> None:
+    table = (3.0, -3.5, 1.25, 1.875, -1.25, 0.375)
+    muon = ga.Optimizer(ga.OptimizerKind.MUON, ns_table=table)
+    context = ga.Context()
+    group = context.add_group(muon)
+    assert group.optimizer == muon
+    assert group.optimizer.ns_table == table
+    group.optimizer = dataclasses.replace(muon, ns_table=table[3:])
+    assert group.optimizer.ns_table == table[3:]
+    group.optimizer = dataclasses.replace(muon, ns_table=(), ns_preset=ga.NewtonSchulzPreset.POLAR_EXPRESS)
+    assert group.optimizer.ns_table == ()
+    assert group.optimizer.ns_preset is ga.NewtonSchulzPreset.POLAR_EXPRESS
+    with pytest.raises(ga.Error, match="ns_table"):
+        group.optimizer = dataclasses.replace(muon, ns_preset=ga.NewtonSchulzPreset.YOU)
+    with pytest.raises(ValueError, match="ns_table had 4 numbers"):
+        ga.Optimizer(ga.OptimizerKind.MUON, ns_table=table[:4])
+
+
 def test_values_of_the_wrong_type_are_refused() -> None:
     make: Any
     for make, words in (

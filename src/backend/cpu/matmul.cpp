@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdio>
 
 #include "backend/newton_schulz.hpp"
@@ -110,13 +111,15 @@ struct BandJob : Job {
 struct DirectJob : Job {
   Cut cut;
 
-  void operator()(int64_t piece) {
+  void operator()(int64_t piece) { run_piece(piece, piece); }
+
+  void run_piece(int64_t thread, int64_t piece) {
     const int64_t row = piece / cut.column_count * cut.rows;
     const int64_t column = piece % cut.column_count * cut.columns;
     const MatmulTask& t = task;
     const auto scale = static_cast<float>(t.divisor ? t.scale / *t.divisor : t.scale);
-    multiply(piece, row, std::min(cut.rows, t.m - row), column, std::min(cut.columns, t.n - column),
-             scale, t.target + row * t.n + column, t.keep);
+    multiply(thread, row, std::min(cut.rows, t.m - row), column,
+             std::min(cut.columns, t.n - column), scale, t.target + row * t.n + column, t.keep);
   }
 };
 
@@ -207,45 +210,227 @@ bool MatmulEngine::run(const MatmulTask& given, const Kernels& kernels, bool str
   return banded;
 }
 
-void MatmulEngine::orthogonalize(const OrthogonalizeTask& task, const Kernels& kernels) {
-  NewtonSchulz(
-      task, [&](const MatmulTask& product) { run_direct(product); },
-      [&](const Combination& pass) { combine(pass, kernels); })
-      .run();
-}
+// The engine of NewtonSchulz: on all threads, or on one of them, where others have matrices of their own.
+class MatmulEngine::Iterations {
+ public:
+  static constexpr int64_t kTogether = -1;
+  Iterations(MatmulEngine& engine, const Kernels& kernels, int64_t thread)
+      : engine_(engine), kernels_(kernels), thread_(thread) {}
 
-void MatmulEngine::combine(const Combination& t, const Kernels& kernels) {
-  const auto a = static_cast<double>(static_cast<float>(t.factor ? t.a * *t.factor : t.a));
-  const auto finish = [&](const Source& from, Array to, int64_t count) {
-    FinishTask task = {};
-    task.gradient = identity(from);
-    task.target = to;
-    kernels.finish(task, 0, count);
-  };
-  const auto pass = [&](int64_t piece) {
-    const int64_t first = piece * kSmallestCopy;
-    const int64_t count = std::min(kSmallestCopy, t.count - first);
-    const Source x = {static_cast<const char*>(t.x) + first * dtype_info(t.x_dtype).size, t.x_dtype,
-                      a, nullptr};
-    float* const to = t.to ? t.to + first : nullptr;
-    if (t.y) {
-      Partial unused;
-      AccumulateTask sum = {};
-      sum.target = {to, GA_F32};
-      sum.count = count;
-      sum.partials = &unused;
-      sum.keep = t.to == t.y ? 1 : 0;
-      sum.sources = t.to == t.y ? 1 : 2;
-      sum.source[0] = x;
-      sum.source[1] = {t.y + first, GA_F32, static_cast<double>(t.b), nullptr};
-      kernels.accumulate(sum, 0, count, false);
-    } else if (to) {
-      finish(x, {to, GA_F32}, count);
+  const char* error() const { return error_; }  // of a product on one thread
+
+  void multiply(const MatmulTask& task) {
+    if (thread_ == kTogether) return engine_.run_direct(task);
+    DirectJob job = {{*engine_.module_, task, engine_.scratch_.data()}, Cut(task, 1)};
+    job.run_piece(thread_, 0);
+    if (job.error) error_ = job.error;
+  }
+
+  void combine(const Combination& t) {
+    const auto a = static_cast<double>(static_cast<float>(t.factor ? t.a * *t.factor : t.a));
+    const auto finish = [&](const Source& from, Array to, int64_t count) {
+      FinishTask task = {};
+      task.gradient = identity(from);
+      task.target = to;
+      kernels_.finish(task, 0, count);
+    };
+    each_piece(t.count, [&](int64_t first, int64_t count) {
+      const Source x = {static_cast<const char*>(t.x) + first * dtype_info(t.x_dtype).size,
+                        t.x_dtype, a, nullptr};
+      float* const to = t.to ? t.to + first : nullptr;
+      if (t.y) {
+        Partial unused;
+        AccumulateTask sum = {};
+        sum.target = {to, GA_F32};
+        sum.count = count;
+        sum.partials = &unused;
+        sum.keep = t.to == t.y ? 1 : 0;
+        sum.sources = t.to == t.y ? 1 : 2;
+        sum.source[0] = x;
+        sum.source[1] = {t.y + first, GA_F32, static_cast<double>(t.b), nullptr};
+        kernels_.accumulate(sum, 0, count, false);
+      } else if (to) {
+        finish(x, {to, GA_F32}, count);
+      }
+      if (t.narrow)
+        finish(to ? Source{to, GA_F32, 1, nullptr} : x, {t.narrow + first, GA_BF16}, count);
+    });
+  }
+
+  void pack(const ga::Cut& cut, const float* x, int64_t first, int64_t count, float* to) {
+    each_run(cut, first, count, [&](int64_t packed, int64_t place, int64_t run) {
+      std::copy_n(x + place, run, to + packed);
+    });
+  }
+  void unpack(const ga::Cut& cut, const float* from, float* x, int64_t first, int64_t count) {
+    each_run(cut, first, count, [&](int64_t packed, int64_t place, int64_t run) {
+      std::copy_n(from + packed, run, x + place);
+    });
+  }
+
+  void scales(const MatrixRun& run, double eps, double* room, double* out) {
+    for (int64_t i = 0; i < run.matrices; ++i) {
+      const float* const x = run.x + i * run.size();
+      each_piece(run.size(), [&](int64_t first, int64_t count) {
+        room[first / kSmallestCopy] = squares(x + first, count);
+      });
+      double sum = 0;
+      for (int64_t k = 0; k < divide_up(run.size(), kSmallestCopy); ++k) sum += room[k];
+      out[i] = reciprocal_norm(sum, eps);
     }
-    if (t.narrow)
-      finish(to ? Source{to, GA_F32, 1, nullptr} : x, {t.narrow + first, GA_BF16}, count);
+  }
+
+  void line_squares(const MatrixRun& run, bool of_columns, double*, double* out) {
+    const int64_t n = run.columns;
+    if (!of_columns)
+      return each_row(run, [&](int64_t row) { out[row] = squares(run.x + row * n, n); });
+    each_column_block(run, [&](int64_t matrix, int64_t first, int64_t last) {
+      double* const sums = out + matrix * n;
+      std::fill(sums + first, sums + last, 0.0);
+      for (int64_t row = matrix * run.rows; row < (matrix + 1) * run.rows; ++row)
+        for (int64_t c = first; c < last; ++c)
+          sums[c] += double{run.x[row * n + c]} * double{run.x[row * n + c]};
+    });
+  }
+
+  void line_scales(double* out, int64_t count, double eps) {
+    for (int64_t i = 0; i < count; ++i) out[i] = reciprocal_norm(out[i], eps);
+  }
+
+  void variance_scales(const OrthogonalizeTask& task, int64_t first, int64_t matrices, double*,
+                       double* out) {
+    const int64_t outputs = task.cut.outputs();
+    const auto inputs = static_cast<double>(task.cut.inputs());
+    for (int64_t i = 0; i < matrices; ++i, out += outputs) {
+      float* const variances = task.variances + (first + i) * outputs;
+      double before = 0, after = 0;
+      for (int64_t k = 0; k < outputs; ++k) {
+        variances[k] = next_variance(variances[k], out[k] / inputs, task.beta2);
+        const double scale = variance_scale(variances[k]);
+        before += out[k];
+        after += out[k] * scale * scale;
+        out[k] = scale;
+      }
+      const double ratio = after > 0 ? std::sqrt(before / after) : 0;
+      for (int64_t k = 0; k < outputs; ++k) out[k] *= ratio;
+    }
+  }
+
+  void scale_lines(const MatrixRun& run, const double* by_row, const double* by_column) {
+    const int64_t n = run.columns;
+    each_row(run, [&](int64_t row) {
+      float* const x = run.x + row * n;
+      const auto scale = static_cast<float>(by_row ? by_row[row] : 1);
+      if (!by_column) {
+        for (int64_t c = 0; c < n; ++c) x[c] *= scale;
+        return;
+      }
+      const double* const columns = by_column + row / run.rows * n;
+      for (int64_t c = 0; c < n; ++c) x[c] = x[c] * scale * static_cast<float>(columns[c]);
+    });
+  }
+
+ private:
+  double squares(const float* x, int64_t count) {
+    double sum = 0;
+    for (int64_t first = 0; first < count; first += kChunk) {
+      Partial partial;
+      NormTask task = {};
+      task.gradient = identity({x + first, GA_F32, 1, nullptr});
+      task.count = std::min(kChunk, count - first);
+      task.partials = &partial;
+      kernels_.norm(task, 0, task.count);
+      sum += partial.sum_squares;
+    }
+    return sum;
+  }
+
+  // f(packed, place, run): runs of elements that lie together in the tensor, from element `packed` of those
+  // that are wanted and from element `place` of the tensor on.
+  template <class F>
+  void each_run(const ga::Cut& cut, int64_t from, int64_t count, F&& f) {
+    const int64_t longest = cut.run();
+    each_piece(count, [&](int64_t first, int64_t elements) {
+      for (int64_t i = first, run; i < first + elements; i += run) {
+        run = std::min(longest - (from + i) % longest, first + elements - i);
+        f(i, cut.place(from + i), run);
+      }
+    });
+  }
+
+  // How many pieces lines are put together in: no more than each_piece() makes of all elements, for which
+  // there is room (Threads::reserve).
+  static int64_t most_pieces(const MatrixRun& run, int64_t lines) {
+    return std::clamp<int64_t>(run.count() / kSmallestCopy, 1, lines);
+  }
+
+  // f(row) for all rows of all matrices.
+  template <class F>
+  void each_row(const MatrixRun& run, F&& f) {
+    const int64_t rows = run.matrices * run.rows;
+    const int64_t together = divide_up(rows, most_pieces(run, rows));
+    const auto pass = [&](int64_t piece) {
+      for (int64_t row = piece * together; row < std::min(rows, (piece + 1) * together); ++row)
+        f(row);
+    };
+    each_of(divide_up(rows, together), pass);
+  }
+
+  // f(matrix, first, last) for blocks of whole cache lines of columns.
+  template <class F>
+  void each_column_block(const MatrixRun& run, F&& f) {
+    const int64_t most = most_pieces(run, divide_up(run.columns, 64));
+    const int64_t block = divide_up(divide_up(run.columns, most), 16) * 16;
+    const int64_t blocks = divide_up(run.columns, block);
+    const auto pass = [&](int64_t piece) {
+      const int64_t first = piece % blocks * block;
+      f(piece / blocks, first, std::min(run.columns, first + block));
+    };
+    each_of(run.matrices * blocks, pass);
+  }
+
+  // f(first, count) for all elements.
+  template <class F>
+  void each_piece(int64_t count, F&& f) {
+    const auto pass = [&](int64_t piece) {
+      const int64_t first = piece * kSmallestCopy;
+      f(first, std::min(kSmallestCopy, count - first));
+    };
+    each_of(divide_up(count, kSmallestCopy), pass);
+  }
+
+  template <class Pass>
+  void each_of(int64_t pieces, const Pass& pass) {
+    if (thread_ == kTogether) return engine_.threads_.run(pieces, pieces <= 1, pass);
+    for (int64_t piece = 0; piece < pieces; ++piece) pass(piece);
+  }
+
+  MatmulEngine& engine_;
+  const Kernels& kernels_;
+  const int64_t thread_;
+  const char* error_ = nullptr;
+};
+
+// Each thread makes whole matrices, which stay in its cache, as long as there is one for every thread; what is
+// left, all threads make together.
+void MatmulEngine::orthogonalize(const OrthogonalizeTask& task, const Kernels& kernels) {
+  const int64_t matrices = task.cut.matrices, room = OrthogonalizeTask::room(task.cut);
+  const int64_t threads = threads_.count();
+  const bool one_each = threads > 1 && OrthogonalizeTask::at_once(task.cut) >= threads;
+  const int64_t apart = one_each ? matrices / threads * threads : 0;
+  std::atomic<const char*> error{nullptr};
+  const auto own = [&](int64_t thread) {
+    Iterations on_thread(*this, kernels, thread);
+    for (int64_t i = thread; i < apart && !on_thread.error(); i += threads)
+      NewtonSchulz(task, on_thread, i, 1, task.scratch + thread * room).run();
+    if (on_thread.error()) error.store(on_thread.error(), std::memory_order_relaxed);
   };
-  threads_.run(divide_up(t.count, kSmallestCopy), t.count <= kSmallestCopy, pass);
+  if (apart > 0) threads_.run(threads, false, own);
+  if (error)
+    fail(GA_ERROR_FAULT, "matrix products of %lld x %lld by %s: %s", ll(task.cut.rows),
+         ll(task.cut.columns), module_->version, error.load());
+  Iterations together(*this, kernels, Iterations::kTogether);
+  for (int64_t i = apart; i < matrices; ++i) NewtonSchulz(task, together, i, 1, task.scratch).run();
 }
 
 void MatmulEngine::run_bands(const MatmulTask& task, const Kernels& kernels) {

@@ -30,9 +30,9 @@ class MatmulEngine {
   // Scales a matrix and converts it to f32, without gaps between its rows.
   void convert(const Kernels& kernels, Source from, int64_t rows, int64_t columns, int64_t stride,
                float* to);
+  class Iterations;
   void run_bands(const MatmulTask& task, const Kernels& kernels);
   void run_direct(const MatmulTask& task);
-  void combine(const Combination& task, const Kernels& kernels);
   // Throws unless error is NULL.
   void check_product(const MatmulTask& task, const char* error) const;
 

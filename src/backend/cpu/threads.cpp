@@ -106,6 +106,9 @@ void Threads::run_shared(int64_t items, ga_task body, void* data) {
     std::atomic<int64_t> done;
     std::atomic<bool> wrong;
   } job = {body, data, items, taken_.get(), {0}, {false}};
+  if (items > capacity_)
+    fail(GA_ERROR_INTERNAL, "a loop of %lld items came where there was room for %lld",
+         static_cast<long long>(items), static_cast<long long>(capacity_));
   for (int64_t i = 0; i < items; ++i)
     taken_[static_cast<size_t>(i)].store(0, std::memory_order_relaxed);
   const ga_task once = [](void* shared, int64_t i) {

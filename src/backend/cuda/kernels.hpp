@@ -233,6 +233,21 @@ void clear_row_sets(const Queue& queue, Span<RowSet* const> sets);
 // ---- Matrix products ----
 
 void combine(const Queue& queue, const Combination& task);
+// Copies elements of the packed matrices, as many from number `first` on, from the tensor to `packed`, or
+// back.
+void pack(const Queue& queue, const Cut& cut, float* tensor, int64_t first, int64_t count,
+          float* packed, bool back);
+// out[i] <- sum of the squares of line i, of `each` elements. room: a number for each chunk of each line.
+void sum_squares(const Queue& queue, const float* x, int64_t each, int64_t lines, double* room,
+                 double* out);
+// The same for all columns of the matrices. room: for half as many numbers as there are elements.
+void sum_columns(const Queue& queue, const MatrixRun& run, double* room, double* out);
+// The functions of NewtonSchulz.
+void line_scales(const Queue& queue, double* out, int64_t count, double eps);
+void variance_scales(const Queue& queue, const OrthogonalizeTask& task, int64_t first,
+                     int64_t matrices, double* ratios, double* out);
+void scale_lines(const Queue& queue, const MatrixRun& run, const double* by_row,
+                 const double* by_column);
 // alpha_beta[0] <- scale / *divisor, [1] <- beta: what a matrix product reads on the device.
 void scale_alpha(const Queue& queue, double scale, const double* divisor, float beta,
                  float* alpha_beta);

@@ -25,15 +25,21 @@ struct Cublas {
   decltype(&cublasSetWorkspace) set_workspace;
   decltype(&cublasSetPointerMode) set_pointer_mode;
   decltype(&cublasGemmEx_64) gemm;
+  decltype(&cublasGemmStridedBatchedEx_64) gemm_batched;
   decltype(&cublasGetStatusString) status_string;
 };
 
 #ifdef GA_CUBLAS_LINKED
 
 const Cublas& cublas() {
-  static constexpr Cublas functions = {
-      &cublasCreate,         &cublasDestroy,   &cublasSetStream,      &cublasSetWorkspace,
-      &cublasSetPointerMode, &cublasGemmEx_64, &cublasGetStatusString};
+  static constexpr Cublas functions = {&cublasCreate,
+                                       &cublasDestroy,
+                                       &cublasSetStream,
+                                       &cublasSetWorkspace,
+                                       &cublasSetPointerMode,
+                                       &cublasGemmEx_64,
+                                       &cublasGemmStridedBatchedEx_64,
+                                       &cublasGetStatusString};
   return functions;
 }
 
@@ -55,6 +61,7 @@ bool open_library(const char* file, Cublas& functions, std::string& reasons) {
       find(library, "cublasSetWorkspace_v2", functions.set_workspace) &&
       find(library, "cublasSetPointerMode_v2", functions.set_pointer_mode) &&
       find(library, "cublasGemmEx_64", functions.gemm) &&
+      find(library, "cublasGemmStridedBatchedEx_64", functions.gemm_batched) &&
       find(library, "cublasGetStatusString", functions.status_string))
     return true;
   const char* const text = dlerror();
@@ -172,20 +179,66 @@ void MatmulEngine::multiply(const MatmulTask& t) {
   // For one row the caller may pass any stride, but cuBLAS checks the stride all the same.
   const int64_t lda = std::max(t.lda, t.transpose_a ? t.m : t.k);
   const int64_t ldb = std::max(t.ldb, t.transpose_b ? t.k : t.n);
-  check(cublas().gemm(handle_, op(t.transpose_b), op(t.transpose_a), t.n, t.m, t.k,
-                      known ? &alpha : alpha_beta_, t.b, type, ldb, t.a, type, lda,
-                      known ? &beta : alpha_beta_ + 1, t.target, CUDA_R_32F, t.n,
-                      t.tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F,
-                      CUBLAS_GEMM_DEFAULT),
-        "a matrix product");
+  const float* const scale = known ? &alpha : alpha_beta_;
+  const float* const keep = known ? &beta : alpha_beta_ + 1;
+  const auto compute = t.tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
+  if (t.batch > 1)
+    check(cublas().gemm_batched(handle_, op(t.transpose_b), op(t.transpose_a), t.n, t.m, t.k, scale,
+                                t.b, type, ldb, t.b_stride, t.a, type, lda, t.a_stride, keep,
+                                t.target, CUDA_R_32F, t.n, t.target_stride, t.batch, compute,
+                                CUBLAS_GEMM_DEFAULT),
+          "a batch of matrix products");
+  else
+    check(cublas().gemm(handle_, op(t.transpose_b), op(t.transpose_a), t.n, t.m, t.k, scale, t.b,
+                        type, ldb, t.a, type, lda, keep, t.target, CUDA_R_32F, t.n, compute,
+                        CUBLAS_GEMM_DEFAULT),
+          "a matrix product");
 }
 
+// The engine of NewtonSchulz.
+class MatmulEngine::Iterations {
+ public:
+  explicit Iterations(MatmulEngine& engine) : engine_(engine), queue_(engine.runtime_.queue()) {}
+
+  void multiply(const MatmulTask& task) { engine_.multiply(task); }
+  void combine(const Combination& pass) { cuda::combine(queue_, pass); }
+  void pack(const Cut& cut, float* x, int64_t first, int64_t count, float* to) {
+    cuda::pack(queue_, cut, x, first, count, to, false);
+  }
+  void unpack(const Cut& cut, float* from, float* x, int64_t first, int64_t count) {
+    cuda::pack(queue_, cut, x, first, count, from, true);
+  }
+  void scales(const MatrixRun& run, double eps, double* room, double* out) {
+    sum_squares(queue_, run.x, run.size(), run.matrices, room, out);
+    cuda::line_scales(queue_, out, run.matrices, eps);
+  }
+  void line_squares(const MatrixRun& run, bool of_columns, double* room, double* out) {
+    if (of_columns)
+      sum_columns(queue_, run, room, out);
+    else
+      sum_squares(queue_, run.x, run.columns, run.matrices * run.rows, room, out);
+  }
+  void line_scales(double* out, int64_t count, double eps) {
+    cuda::line_scales(queue_, out, count, eps);
+  }
+  void variance_scales(const OrthogonalizeTask& task, int64_t first, int64_t matrices,
+                       double* ratios, double* out) {
+    cuda::variance_scales(queue_, task, first, matrices, ratios, out);
+  }
+  void scale_lines(const MatrixRun& run, const double* by_row, const double* by_column) {
+    cuda::scale_lines(queue_, run, by_row, by_column);
+  }
+
+ private:
+  MatmulEngine& engine_;
+  const Queue& queue_;
+};
+
 void MatmulEngine::orthogonalize(const OrthogonalizeTask& task) {
-  const Queue& queue = runtime_.queue();
-  NewtonSchulz(
-      task, [&](const MatmulTask& product) { multiply(product); },
-      [&](const Combination& pass) { combine(queue, pass); })
-      .run();
+  Iterations iterations(*this);
+  const int64_t most = OrthogonalizeTask::at_once(task.cut);
+  for (int64_t i = 0; i < task.cut.matrices; i += most)
+    NewtonSchulz(task, iterations, i, std::min(most, task.cut.matrices - i), task.scratch).run();
 }
 
 }  // namespace ga::cuda

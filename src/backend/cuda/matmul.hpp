@@ -24,6 +24,7 @@ class MatmulEngine {
   void orthogonalize(const OrthogonalizeTask& task);
 
  private:
+  class Iterations;
   void check(cublasStatus_t status, const char* doing) const;
   cublasStatus_t choose_stream(cublasHandle_t handle);
 

@@ -84,9 +84,8 @@ GA_DEVICE void fold_layers(ThreadGroup& threads, const ScalarTables& t, const ga
     const int64_t i = ids[k];
     if ((t.plans[i].actions & kUpdate) == 0) return;
     fold(t, i, true);
-    const double divisor = larger(sqrt(t.param_states[i].norm_squares[0]),
-                                  t.group_inputs[t.param_inputs[i].group].optimizer.eps);
-    t.plans[i].orthogonal_scale = divisor > 0 ? 1 / divisor : 0;
+    t.plans[i].orthogonal_scale = reciprocal_norm(
+        t.param_states[i].norm_squares[0], t.group_inputs[t.param_inputs[i].group].optimizer.eps);
   });
 }
 

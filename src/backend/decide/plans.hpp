@@ -114,8 +114,8 @@ GA_HD StepInput step_input(const ScalarTables& t, int64_t i, bool measured) {
   return {g.lr * p.lr_scale,
           o.weight_decay * p.weight_decay_scale,
           o.flavor == GA_FLAVOR_TORCH ? s.clock : g.clock,
-          p.extent,
-          p.extent > 0 ? p.count / p.extent : 0,
+          p.outputs,
+          p.inputs,
           sqrt(s.sum_squares) * s.factor,
           {measured ? sqrt(s.norm_squares[0]) : 0, measured ? sqrt(s.norm_squares[1]) : 0}};
 }

@@ -304,3 +304,24 @@ cublasStatus_t cublasGemmEx_64(cublasHandle_t handle, cublasOperation_t op_a,
       return CUBLAS_STATUS_NOT_SUPPORTED;
   }
 }
+
+cublasStatus_t cublasGemmStridedBatchedEx_64(
+    cublasHandle_t handle, cublasOperation_t op_a, cublasOperation_t op_b, int64_t m, int64_t n,
+    int64_t k, const void* alpha, const void* a, cudaDataType type_a, int64_t lda,
+    long long int stride_a, const void* b, cudaDataType type_b, int64_t ldb, long long int stride_b,
+    const void* beta, void* c, cudaDataType type_c, int64_t ldc, long long int stride_c,
+    int64_t batch, cublasComputeType_t compute, cublasGemmAlgo_t algorithm) {
+  if (batch < 0) return CUBLAS_STATUS_INVALID_VALUE;
+  const auto at = [](const void* matrices, cudaDataType type, int64_t elements) {
+    const int64_t size = type == CUDA_R_64F ? 8 : type == CUDA_R_32F ? 4 : 2;
+    return static_cast<const char*>(matrices) + size * elements;
+  };
+  for (int64_t i = 0; i < batch; ++i) {
+    void* const to = const_cast<char*>(at(c, type_c, i * stride_c));
+    const cublasStatus_t status = cublasGemmEx_64(
+        handle, op_a, op_b, m, n, k, alpha, at(a, type_a, i * stride_a), type_a, lda,
+        at(b, type_b, i * stride_b), type_b, ldb, beta, to, type_c, ldc, compute, algorithm);
+    if (status != CUBLAS_STATUS_SUCCESS) return status;
+  }
+  return CUBLAS_STATUS_SUCCESS;
+}

@@ -67,6 +67,14 @@ cublasStatus_t cublasGemmEx_64(cublasHandle_t handle, cublasOperation_t op_a,
                                void* c, cudaDataType type_c, int64_t ldc,
                                cublasComputeType_t compute, cublasGemmAlgo_t algorithm);
 
+// As many of them, whose matrices are so many elements apart.
+cublasStatus_t cublasGemmStridedBatchedEx_64(
+    cublasHandle_t handle, cublasOperation_t op_a, cublasOperation_t op_b, int64_t m, int64_t n,
+    int64_t k, const void* alpha, const void* a, cudaDataType type_a, int64_t lda,
+    long long int stride_a, const void* b, cudaDataType type_b, int64_t ldb, long long int stride_b,
+    const void* beta, void* c, cudaDataType type_c, int64_t ldc, long long int stride_c,
+    int64_t batch, cublasComputeType_t compute, cublasGemmAlgo_t algorithm);
+
 inline cublasStatus_t cublasGemmEx(cublasHandle_t handle, cublasOperation_t op_a,
                                    cublasOperation_t op_b, int m, int n, int k, const void* alpha,
                                    const void* a, cudaDataType type_a, int lda, const void* b,

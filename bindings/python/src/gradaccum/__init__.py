@@ -36,9 +36,9 @@ from .communicator import Communicator
 from .context import Context
 from .enums import (
     Accumulation, AdjustLr, AgcUnits, BnLayout, BnMode, BnSpread, ClipScope, ClipWhen, CommAdder, CommKind,
-    CommShard, CommWire, Device, Dtype, EmaKind, Flavor, GradientKind, GradientLife, Master, MicroFlags, Missing,
-    Nonfinite, OptimizerKind, Precision, Reduce, Rounding, Rows, ScheduleKind, Settings, StateParts, Status,
-    StepOutcome, WindowState,
+    CommShard, CommWire, Device, Dtype, EmaKind, Equilibrate, Flavor, GradientKind, GradientLife, Master, MicroFlags, Missing,
+    NewtonSchulzPreset, Nonfinite, OptimizerKind, Precision, Reduce, Rounding, Rows, ScheduleKind, Settings,
+    StateParts, Status, StepOutcome, WindowState,
 )  # fmt: skip
 from .errors import Error
 from .micro_batch import Accumulator, MicroBatch
@@ -53,9 +53,9 @@ __all__ = [
     "Accumulation", "Accumulator", "AdjustLr", "AgcUnits", "BatchNorm", "BatchNormInfo",
     "BatchNormOptions", "BnLayout", "BnMode", "BnSpread", "Build", "Clip", "ClipScope", "ClipWhen",
     "CommAdder", "CommKind", "CommShard", "CommWire", "Communicator", "CommunicatorOptions",
-    "Config", "Context", "Device", "Dtype", "Ema", "EmaKind", "Error", "FlatEntry", "Flavor",
+    "Config", "Context", "Device", "Dtype", "Ema", "EmaKind", "Equilibrate", "Error", "FlatEntry", "Flavor",
     "GradientKind", "GradientLife", "Group", "LossScaler", "Master", "Memory", "MicroBatch", "MicroFlags",
-    "MicroOptions", "Missing", "Nonfinite", "Optimizer", "OptimizerKind", "Param", "ParamInfo",
+    "MicroOptions", "Missing", "NewtonSchulzPreset", "Nonfinite", "Optimizer", "OptimizerKind", "Param", "ParamInfo",
     "ParamOptions", "Precision", "Reduce", "Rounding", "Rows", "Schedule", "ScheduleKind", "Settings", "StateInfo",
     "StateOptions", "StateParts", "Status", "StepOutcome", "StepResult", "SupportsBuffer", "SupportsDLPack",
     "Tensor", "TensorLike", "Window", "WindowState", "build", "build_info", "device_count",

@@ -70,28 +70,35 @@ class Struct:
 
 
 class OptimizerStruct(Struct):
-    """Newton-Schulz coefficients are a tuple."""
+    """Newton-Schulz coefficients are a tuple, and a table of them one of all numbers, row after row."""
 
     ns_coefficients: tuple[float, float, float]
     """Has accessors in C."""
+    ns_table: Sequence[float]
+    """A pointer and a number of rows in C."""
 
     def __post_init__(self) -> None:
         if self.ns_coefficients is None:
             object.__setattr__(self, "ns_coefficients", _coefficients(self._new()))
         if len(self.ns_coefficients) != 3:
             raise ValueError(f"Optimizer.ns_coefficients was {self.ns_coefficients!r}, expected three")
+        if len(self.ns_table) % 3 != 0:
+            raise ValueError(f"Optimizer.ns_table had {len(self.ns_table)} numbers, expected three a row")
         super().__post_init__()
 
     def _write(self) -> Any:
         struct = super()._write()
         for index, value in enumerate(self.ns_coefficients):
             struct.set_ns_coefficient(index, value)
+        if len(self.ns_table) > 0:
+            struct.set_ns_table(self.ns_table)
         return struct
 
     @classmethod
     def _read(cls, struct: Any) -> Self:
         values = {name: cls._from_c(name, getattr(struct, name)) for name in cls._fields()}
         values["ns_coefficients"] = _coefficients(struct)
+        values["ns_table"] = tuple(struct.ns_table_number(i) for i in range(struct.ns_table_size()))
         return cls(**values)
 
 

@@ -42,4 +42,21 @@
       to.set_ns_coefficient(1, b);
       to.set_ns_coefficient(2, c);
     }
+
+    static List<NewtonSchulz> readTable(ga_optimizer from) {
+      NewtonSchulz[] rows = new NewtonSchulz[from.ns_table_size() / 3];
+      for (int i = 0; i < rows.length; ++i) {
+        rows[i] =
+            new NewtonSchulz(
+                from.ns_table_number(3 * i),
+                from.ns_table_number(3 * i + 1),
+                from.ns_table_number(3 * i + 2));
+      }
+      return List.of(rows);
+    }
+
+    static void writeTable(List<NewtonSchulz> table, ga_optimizer to) {
+      to.set_ns_table(
+          table.stream().flatMapToDouble(row -> DoubleStream.of(row.a, row.b, row.c)).toArray());
+    }
   }

@@ -373,8 +373,13 @@ class Adafactor(Optimizer):
 
 
 class Muon(Optimizer):
-    """torch.optim.Muon, for matrices.
+    """torch.optim.Muon, for matrices, and for tensors of more axes in groups that say how they are cut into some.
 
+    ns_coefficients: as torch's, a row of three numbers; or a row for each iteration, the last for all that follow; or
+    "polar_express" or "you", the rows of :class:`gradaccum.NewtonSchulzPreset`.
+    cautious: weight decay leaves alone what the step moves away from zero: :attr:`gradaccum.Optimizer.cautious`.
+    beta2: above 0, NorMuon: outputs are divided by the root of an average of their updates' mean squares.
+    equilibrate: MuonEq: "outputs", "inputs" or "both", which are divided by their norms before the iteration.
     ns_precision: what the matrix products of an iteration round their factors to: "f32", not at all; "tf32", on a GPU;
     "bf16", on a GPU and on processors with AVX-512 BF16 or AMX, which is what torch does, with matrices of bf16 too.
     """
@@ -386,11 +391,14 @@ class Muon(Optimizer):
         weight_decay: _Number = 0.1,
         momentum: _Number = 0.95,
         nesterov: bool = True,
-        ns_coefficients: Sequence[float] = (3.4445, -4.775, 2.0315),
+        ns_coefficients: Sequence[float] | Sequence[Sequence[float]] | str = (3.4445, -4.775, 2.0315),
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
         ns_precision: str = "f32",
+        cautious: bool = False,
+        beta2: float = 0.0,
+        equilibrate: str | None = None,
         **window: Unpack[WindowOptions],
     ) -> None:
         defaults = {
@@ -403,6 +411,9 @@ class Muon(Optimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
             "ns_precision": ns_precision,
+            "cautious": cautious,
+            "beta2": beta2,
+            "equilibrate": equilibrate,
         }
         super().__init__(params, _kinds.MUON, defaults, **window)
 

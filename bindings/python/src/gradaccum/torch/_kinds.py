@@ -11,7 +11,7 @@ import torch
 
 from .. import Clip, Config, Ema, LossScaler, ParamOptions
 from .. import Optimizer as Settings
-from ..enums import AdjustLr, Flavor, OptimizerKind, Precision
+from ..enums import AdjustLr, Equilibrate, Flavor, NewtonSchulzPreset, OptimizerKind, Precision
 
 # Where torch or the packages that users know have another name than the library's.
 _RENAMED = {
@@ -28,8 +28,15 @@ _CHOICES: dict[str, tuple[str, dict[Any, Any]]] = {
         "ns_precision",
         {"f32": Precision.F32, "tf32": Precision.TF32, "bf16": Precision.BF16},
     ),
-}
-OURS: dict[str, Any] = {"ns_precision": "f32"}
+    "equilibrate": (
+        "equilibrate",
+        {
+            None: Equilibrate.NONE, "outputs": Equilibrate.OUTPUTS, "inputs": Equilibrate.INPUTS,
+            "both": Equilibrate.BOTH,
+        },
+    ),
+}  # fmt: skip
+OURS: dict[str, Any] = {"ns_precision": "f32", "cautious": False, "beta2": 0.0, "equilibrate": None}
 """Keys that groups of torch's own optimizers lack, and what that means."""
 
 
@@ -85,6 +92,8 @@ class Kind:
                     fields["eps"] = eps1
             elif key == "alpha" and self.optimizer == OptimizerKind.RMSPROP:
                 fields["rho"] = value
+            elif key == "ns_coefficients":
+                fields.update(_newton_schulz(value))
             elif key in _CHOICES:
                 field, choices = _CHOICES[key]
                 if value not in choices:
@@ -93,6 +102,20 @@ class Kind:
             else:
                 fields[_RENAMED.get(key, key)] = value
         return Settings(self.optimizer, self.flavor, **fields)
+
+
+def _newton_schulz(value: Any) -> dict[str, Any]:
+    """The name of a table, a row of three numbers for all iterations, or such a row for each."""
+    if isinstance(value, str):
+        presets = {"you": NewtonSchulzPreset.YOU, "polar_express": NewtonSchulzPreset.POLAR_EXPRESS}
+        if value not in presets:
+            raise ValueError(f"ns_coefficients was {value!r}, expected one of {', '.join(map(repr, presets))}, or numbers")
+        return {"ns_preset": presets[value]}
+    if value and isinstance(value[0], tuple):
+        if any(len(row) != 3 for row in value):
+            raise ValueError(f"ns_coefficients was {value!r}, expected three numbers in each row")
+        return {"ns_table": tuple(number for row in value for number in row)}
+    return {"ns_coefficients": value}
 
 
 def _of(group: Mapping[str, Any], key: str) -> Any:
@@ -140,7 +163,7 @@ ADAFACTOR = Kind(
 MUON = Kind(
     OptimizerKind.MUON,
     ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn",
-     "ns_precision"),
+     "ns_precision", "cautious", "beta2", "equilibrate"),
     getattr(torch.optim, "Muon", None), by_shape=True,
 )  # fmt: skip
 LION = Kind(OptimizerKind.LION, ("lr", "betas", "weight_decay", "maximize"))

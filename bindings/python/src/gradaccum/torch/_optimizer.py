@@ -25,7 +25,7 @@ from ._ddp import Alone, Call, ranks_of
 from ._habits import Habits, warn
 from ._kinds import OURS, Kind
 from ._layers import Layers
-from ._parameters import Parameters
+from ._parameters import Parameters, cut_of
 from ._runtime import autograd_is_compiled, has_own_openmp
 from ._slots import Slot, add, fits, flat, is_sparse, like
 from ._state import State, refuse
@@ -61,7 +61,8 @@ class Optimizer(torch.optim.Optimizer):
     clip: of the window's gradient, in place of ``clip_grad_norm_``. loss_scaler: in place of a GradScaler.
     config: policies of the window; its device, stream and accum_steps are set here.
     param_options: of all parameters. A group may have the key ``rows``: ``gradaccum.Rows`` of embeddings with
-    sparse gradients.
+    sparse gradients; and those of ``ParamOptions`` that say how Muon cuts a parameter into matrices: ``batch_axes``,
+    ``output_axis``, ``split_axis``, ``matrix_parts``, of which those that are left out are 0.
     ddp: the DistributedDataParallel that reduces every backward. The weight of a micro-batch is then that of this
     rank's samples alone, 0 if it has none, and the ranks' micro-batches together are one, of all their weights. All
     ranks make the same calls: what differs is an error on each of them. ``accumulate`` and ``step`` learn the weight
@@ -573,6 +574,13 @@ class Optimizer(torch.optim.Optimizer):
         try:
             super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
             for group, loaded in zip(groups, self.param_groups, strict=True):
+                if not cut_of(loaded):  # a dictionary of torch's
+                    loaded |= cut_of(group)
+                if cut_of(loaded) != cut_of(group):
+                    raise ValueError(
+                        f"a group of the state dictionary has {cut_of(loaded)}, but here "
+                        f"{cut_of(group) or 'Muon has no cut'}"
+                    )
                 loaded |= {key: group[key] for key in OURS if key in group and key not in loaded}
                 missing = [key for key in self._kind.keys if key not in loaded and key not in OURS]
                 if missing:

@@ -19,6 +19,15 @@ _DTYPE = attrgetter("dtype")
 _COUNT, _IS_CONTIGUOUS = Tensor.numel, Tensor.is_contiguous
 
 
+CUT = ("batch_axes", "output_axis", "split_axis", "matrix_parts")
+"""The keys of a group that say how Muon cuts its parameters into matrices: see ParamOptions."""
+
+
+def cut_of(group: Mapping[str, Any]) -> dict[str, int]:
+    """What a group says of it."""
+    return {key: int(group.get(key, 0)) for key in CUT} if any(key in group for key in CUT) else {}
+
+
 class Parameters:
     """Parameters and groups of the library, beside those in param_groups of torch, which are the truth.
 
@@ -37,6 +46,7 @@ class Parameters:
         self._dense = True  # whether all are contiguous
         self._groups: list[Group] = []
         self._sizes: list[int] = []  # parameters in each group
+        self._cuts: list[dict[str, int]] = []  # of each group
         self._known: list[tuple[Any, ...]] = []  # of each group, the hyper-parameters that the library has
 
     def add(
@@ -53,6 +63,12 @@ class Parameters:
         if "rows" in group:
             group["rows"] = int(rows)  # what torch.load takes without further ado
         options = dataclasses.replace(self._options, rows=rows) if rows else self._options
+        cut = cut_of(group)
+        if cut:
+            options = dataclasses.replace(
+                options, cut_matrices=True, batch_axes=cut["batch_axes"], output_axis=cut["output_axis"],
+                split_axis=cut["split_axis"], matrix_parts=cut["matrix_parts"],
+            )  # fmt: skip
         added: list[Slot] = []
         try:
             for tensor, view, name in zip(group["params"], views, names, strict=True):
@@ -68,6 +84,7 @@ class Parameters:
         self._index(context)
         self._groups.append(own_group)
         self._sizes.append(len(views))
+        self._cuts.append(cut)
         self._known.append(self._kind.values(group))
 
     def _index(self, context: Context) -> None:
@@ -112,6 +129,12 @@ class Parameters:
                 f"param_groups has {len(param_groups)} groups, but the optimizer has {len(self._groups)}: groups "
                 "cannot be taken away, and add_param_group() adds one; for other parameters make a new optimizer"
             )
+        for i, (group, cut) in enumerate(zip(param_groups, self._cuts, strict=True)):
+            if cut_of(group) != cut:
+                raise RuntimeError(
+                    f"group {i} was made with {cut or 'no cut'}, and now has {cut_of(group) or 'none'}: how Muon cuts "
+                    "parameters into matrices cannot change"
+                )
         tensors = [tensor for group in param_groups for tensor in group["params"]]
         if len(tensors) == len(self.tensors) and all(map(is_, tensors, self.tensors)):
             return

@@ -42,6 +42,8 @@ class CompletenessTest {
           Map.entry("ga_schedule.table", "set by set_table()"),
           Map.entry("ga_schedule.table_size", "set by set_table()"),
           Map.entry("ga_optimizer.ns_coefficients", "ns_coefficient()"),
+          Map.entry("ga_optimizer.ns_table", "set by set_ns_table()"),
+          Map.entry("ga_optimizer.ns_rows", "set by set_ns_table()"),
           Map.entry("ga_state_options.note", "set by set_note()"),
           Map.entry("ga_comm_config.table", "C programs alone bring a transport of their own"),
           Map.entry("ga_comm_config.kind", "set by the constructor"));
@@ -56,6 +58,9 @@ class CompletenessTest {
           "ga_schedule.set_table",
           "ga_optimizer.ns_coefficient",
           "ga_optimizer.set_ns_coefficient",
+          "ga_optimizer.ns_table_size",
+          "ga_optimizer.ns_table_number",
+          "ga_optimizer.set_ns_table",
           "ga_state_options.set_note");
 
   private static String header() throws IOException {

@@ -130,7 +130,9 @@ class NullTest {
         Class<?> element =
             generic.contains("FlatEntry")
                 ? FlatEntry.class
-                : generic.contains("Param") ? Param.class : Buffer.class;
+                : generic.contains("NewtonSchulz")
+                    ? Optimizer.NewtonSchulz.class
+                    : generic.contains("Param") ? Param.class : Buffer.class;
         return List.of(value(method, element, "", name));
       } else if (type.isArray() && !type.getComponentType().isPrimitive()) {
         Object array = Array.newInstance(type.getComponentType(), 1);

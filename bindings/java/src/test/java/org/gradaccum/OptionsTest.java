@@ -19,7 +19,7 @@ import org.junit.jupiter.api.Test;
 class OptionsTest {
   // What is no number in C, and is tested where it is used.
   private static final Set<String> OTHERS =
-      Set.of("table", "log", "onParamDone", "progress", "note", "newtonSchulz");
+      Set.of("table", "log", "onParamDone", "progress", "note", "newtonSchulz", "nsTable");
 
   /** Sets every component to a value of its own, and finds it in the field of that name. */
   private static void fieldsOf(Record record, Object builder, AutoCloseable struct)
@@ -159,6 +159,23 @@ class OptionsTest {
     try (ga_optimizer fields = new ga_optimizer(0, 0)) {
       muon.toBuilder().newtonSchulz(new Optimizer.NewtonSchulz(1, 2, 3)).build().write(fields);
       assertEquals(new Optimizer.NewtonSchulz(1, 2, 3), Optimizer.NewtonSchulz.read(fields));
+    }
+  }
+
+  @Test
+  void newtonSchulzTable() {
+    List<Optimizer.NewtonSchulz> table =
+        List.of(new Optimizer.NewtonSchulz(3, -3.5, 1.25), new Optimizer.NewtonSchulz(2, -1.5, 0.5));
+    Optimizer muon = Optimizer.builder(Optimizer.Kind.MUON).nsTable(table).build();
+    assertEquals(List.of(), Optimizer.builder(Optimizer.Kind.MUON).build().nsTable());
+    try (Context context = new Context(Config.builder().build())) {
+      Group group = context.addGroup(muon);
+      assertEquals(table, group.optimizer().nsTable());
+      assertEquals(muon, group.optimizer());
+      group.setOptimizer(
+          muon.toBuilder().nsTable(List.of()).nsPreset(Optimizer.NewtonSchulzPreset.YOU).build());
+      assertEquals(List.of(), group.optimizer().nsTable());
+      assertEquals(Optimizer.NewtonSchulzPreset.YOU, group.optimizer().nsPreset());
     }
   }
 
