@@ -269,12 +269,16 @@ TEST(Mpi, ZzzAStalledRankIsATimeout) {
   if (rank == 1) {  // stalls until the others have given up
     for (int32_t q = 0; q < world(MPI_Comm_size); ++q)
       if (q != rank) MPI_Recv(&done, 1, MPI_INT, q, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
+    for (int32_t q = 0; q < world(MPI_Comm_size); ++q)
+      if (q != rank) MPI_Send(&done, 1, MPI_INT, q, 0, MPI_COMM_WORLD);
   } else {
     EXPECT_EQ(ga_step(ctx, nullptr), GA_ERROR_COMMUNICATION);
     EXPECT_NE(std::string(ga_last_error()).find("waited 3 s for the other ranks"),
               std::string::npos)
         << ga_last_error();
     MPI_Send(&done, 1, MPI_INT, 1, 0, MPI_COMM_WORLD);
+    // Until all have: those that still wait would be told that this one has left.
+    MPI_Recv(&done, 1, MPI_INT, 1, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
   }
   EXPECT_EQ(p, 1);
   EXPECT_OK(ga_discard(ctx));
