@@ -160,6 +160,7 @@ class NewtonSchulz {
     t.m = t.n = cut_.small(), t.k = cut_.size() / t.m;
     t.a = t.b = x, t.lda = t.ldb = cut_.columns, t.a_stride = t.b_stride = cut_.size();
     (is_wide() ? t.transpose_b : t.transpose_a) = true;
+    t.symmetric = true;
     return to(t, dtype, gram_, 1, false);
   }
   MatmulTask square(const void* matrix, int32_t dtype, float* target, float scale,
@@ -167,6 +168,7 @@ class NewtonSchulz {
     MatmulTask t = {};
     t.m = t.n = t.k = t.lda = t.ldb = cut_.small();
     t.a = t.b = matrix, t.a_stride = t.b_stride = t.m * t.m;
+    t.symmetric = true;
     return to(t, dtype, target, scale, keep);
   }
   MatmulTask product_of(const void* poly, const void* x, int32_t dtype, bool keep) const {

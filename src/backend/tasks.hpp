@@ -318,6 +318,7 @@ struct MatmulTask {
   double scale;
   const double* divisor;
   bool keep;
+  bool symmetric;  // the product is, and the target: one half of it tells the other
   int64_t batch, a_stride, b_stride, target_stride;
 };
 

@@ -123,6 +123,46 @@ struct DirectJob : Job {
   }
 };
 
+// The lower half of a symmetric product, in square blocks. A thread takes every `step`-th of them.
+struct SymmetricJob : Job {
+  int64_t block, blocks;
+
+  // As many blocks as give each thread some, but not so small that products of them are slow. Constants were measured.
+  static int64_t block_of(int64_t n, int64_t threads) {
+    constexpr int64_t kSmallest = 64, kLargest = 192;
+    int64_t blocks = std::max<int64_t>(4, divide_up(n, kLargest));
+    while (blocks * (blocks + 1) / 2 < 4 * threads && n / (blocks + 1) >= kSmallest) ++blocks;
+    return divide_up(divide_up(n, blocks), 16) * 16;
+  }
+  // Whether half a product in blocks is faster than a whole one.
+  static bool pays(const MatmulTask& task) { return task.symmetric && task.m >= 256; }
+
+  void run(int64_t thread, int64_t first, int64_t step) {
+    int64_t at = 0;
+    for (int64_t i = 0; i < blocks; ++i)
+      for (int64_t j = 0; j <= i; ++j)
+        if (at++ % step == first) run_block(thread, i * block, j * block);
+  }
+
+  // Copies a row of blocks to the column of blocks across the diagonal.
+  void mirror(int64_t i) const {
+    constexpr int64_t kTile = 16;  // a cache line
+    const int64_t n = task.n;
+    for (int64_t row = i * block; row < std::min(n, (i + 1) * block); row += kTile)
+      for (int64_t column = 0; column <= row; column += kTile)
+        for (int64_t r = row; r < std::min(n, row + kTile); ++r)
+          for (int64_t c = column; c < std::min(r, column + kTile); ++c)
+            task.target[c * n + r] = task.target[r * n + c];
+  }
+
+ private:
+  void run_block(int64_t thread, int64_t row, int64_t column) {
+    const int64_t n = task.n;
+    multiply(thread, row, std::min(block, n - row), column, std::min(block, n - column),
+             static_cast<float>(task.scale), task.target + row * n + column, task.keep);
+  }
+};
+
 // NULL if the module is not there.
 const ga_matmul_module* find_onednn() {
   return static_cast<const ga_matmul_module*>(find_module("onednn", GA_MATMUL_ABI));
@@ -220,6 +260,7 @@ class MatmulEngine::Iterations {
   const char* error() const { return error_; }  // of a product on one thread
 
   void multiply(const MatmulTask& task) {
+    if (SymmetricJob::pays(task)) return multiply_symmetric(task);
     if (thread_ == kTogether) return engine_.run_direct(task);
     DirectJob job = {{*engine_.module_, task, engine_.scratch_.data()}, Cut(task, 1)};
     job.run_piece(thread_, 0);
@@ -331,6 +372,22 @@ class MatmulEngine::Iterations {
   }
 
  private:
+  void multiply_symmetric(const MatmulTask& task) {
+    const bool together = thread_ == kTogether;
+    const int64_t threads = together ? engine_.threads_.count() : 1;
+    const int64_t block = SymmetricJob::block_of(task.m, threads);
+    SymmetricJob job = {
+        {*engine_.module_, task, engine_.scratch_.data()}, block, divide_up(task.m, block)};
+    const auto pass = [&](int64_t thread) { job.run(thread, thread, threads); };
+    if (together)
+      engine_.threads_.run(threads, threads == 1, pass);
+    else
+      job.run(thread_, 0, 1);
+    if (job.error) error_ = job.error;
+    if (together) engine_.check_product(task, job.error);
+    each_of(job.blocks, [&](int64_t i) { job.mirror(i); });
+  }
+
   double squares(const float* x, int64_t count) {
     double sum = 0;
     for (int64_t first = 0; first < count; first += kChunk) {
