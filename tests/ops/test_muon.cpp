@@ -437,23 +437,26 @@ TEST(MuonCuts, EachMatrixHasItsOwnNorm) {
   EXPECT_TRUE(std::equal(p.begin(), p.begin() + 20, p.begin() + 40));
 }
 
-// What the iterations write over is never the state, without Nesterov either.
+// What the iterations write over is never the state, without Nesterov either, and with products of bf16.
 TEST(MuonCuts, LeaveTheMomentumAlone) {
-  for (const bool nesterov : {false, true})
-    for (const bool whole : {false, true}) {
-      ga_optimizer o = muon();
-      o.nesterov = nesterov;
-      o.momentum = 0.5;
-      Block p(24), g = random_block(24, 2), b(24);
-      Context ctx;
-      const ga_param_options options = cut(1, 2);
-      ctx.param(ctx.group(o), "p", p.data(), whole ? ref::Shape{4, 6} : ref::Shape{4, 3, 2},
-                whole ? nullptr : &options);
-      ctx.accumulate({g.data()});
-      step(ctx);
-      EXPECT_OK(ga_state_get(ctx, 0, "momentum_buffer", b.data(), GA_F32, 24));
-      for (size_t i = 0; i < b.size(); ++i) EXPECT_EQ(b[i], 0.5f * g[i]);
-    }
+  for (const ga_precision precision : {GA_PRECISION_F32, GA_PRECISION_BF16})
+    for (const bool nesterov : {false, true})
+      for (const bool whole : {false, true}) {
+        ga_optimizer o = muon();
+        o.nesterov = nesterov;
+        o.momentum = 0.5;
+        o.ns_precision = precision;
+        Block p(24), g = random_block(24, 2), b(24);
+        Context ctx;
+        if (ga_group_add(ctx, &o, nullptr) == GA_ERROR_UNSUPPORTED) continue;  // this processor
+        const ga_param_options options = cut(1, 2);
+        ctx.param(0, "p", p.data(), whole ? ref::Shape{4, 6} : ref::Shape{4, 3, 2},
+                  whole ? nullptr : &options);
+        ctx.accumulate({g.data()});
+        step(ctx);
+        EXPECT_OK(ga_state_get(ctx, 0, "momentum_buffer", b.data(), GA_F32, 24));
+        for (size_t i = 0; i < b.size(); ++i) EXPECT_EQ(b[i], 0.5f * g[i]);
+      }
 }
 
 TEST(MuonCuts, WrongOnesAreRefused) {

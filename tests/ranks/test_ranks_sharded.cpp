@@ -175,17 +175,22 @@ INSTANTIATE_TEST_SUITE_P(All, RanksShardedMix,
 TEST(RanksSharded, Muon) {
   if (!has_onednn()) GTEST_SKIP() << "no oneDNN in this build";
   const Layout l = Layout::of({{40, 30}, {300, 256}, {7, 7}, {5, 12, 7}});
-  for (const int32_t ranks : {1, 2, 3, 4}) {
-    SCOPED_TRACE(ranks);
-    Options s;
-    s.optimizer = optimizer(GA_OPTIMIZER_MUON);
-    s.optimizer.beta2 = 0.5;  // whose state the ranks are to share
-    const Shares shares = make_shares(l, ranks, 3);
-    const Block start = parameters(l, 3);
-    const std::vector<Ended> whole = run(l, s, shares, start);
-    s.options.shard = GA_SHARD_OPTIMIZER;
-    expect_alike(whole, run(l, s, shares, start));
-  }
+  for (const ga_precision precision : {GA_PRECISION_F32, GA_PRECISION_BF16})
+    for (const int32_t ranks : {1, 2, 3, 4}) {
+      SCOPED_TRACE(testing::Message() << "ns_precision " << precision << ", " << ranks << " ranks");
+      Options s;
+      s.optimizer = optimizer(GA_OPTIMIZER_MUON);
+      s.optimizer.beta2 = 0.5;  // whose state the ranks are to share
+      s.optimizer.ns_precision = precision;
+      Context ctx;
+      if (ga_group_add(ctx, &s.optimizer, nullptr) == GA_ERROR_UNSUPPORTED)
+        continue;  // this processor
+      const Shares shares = make_shares(l, ranks, 3);
+      const Block start = parameters(l, 3);
+      const std::vector<Ended> whole = run(l, s, shares, start);
+      s.options.shard = GA_SHARD_OPTIMIZER;
+      expect_alike(whole, run(l, s, shares, start));
+    }
 }
 
 // Many large tensors, each of which travels to its owner alone, and one that is too large for that.
