@@ -98,8 +98,8 @@ enum {
   GA_SETTINGS_COMPARE = 0, /* if one differs that changes numbers, the load fails and lists what
                               differs */
   GA_SETTINGS_TAKE = 1,    /* takes them from the file, but compares what is set once */
-  GA_SETTINGS_KEEP = 2     /* keeps those of the context. (What an open window depends on is
-                              compared always) */
+  GA_SETTINGS_KEEP = 2     /* keeps those of the context. (What an open window depends on, and how
+                              MUON cuts parameters into matrices, is compared always) */
 };
 
 /* Called now and then with the bytes that are done, of all. Another value than 0 ends the save, or a
