@@ -114,9 +114,8 @@ class NewtonSchulz {
   };
 
   MatrixRun packed() const { return {x_, matrices_, cut_.rows, cut_.columns}; }
-  double* room() const {
-    return reinterpret_cast<double*>(next_);
-  }  // before and after the iterations
+  // The other X is free before and after the iterations.
+  double* room() const { return reinterpret_cast<double*>(next_); }
 
   void equilibrate() {
     const bool both = task_.equilibrate == GA_EQUILIBRATE_BOTH;

@@ -95,8 +95,8 @@ struct ParamInput {
   int64_t count;
   // Elements of the gradient that the partials are of: all, or over ranks on a device this rank's piece.
   int64_t measured_count;
-  int64_t outputs,
-      inputs;     // of a matrix; without a cut shape[0], and the product of the other axes
+  // Of a matrix; where the optimizer has none, shape[0] and the product of the other axes.
+  int64_t outputs, inputs;
   double weight;  // multiplies the accumulator, as the mean does
   double lr_scale, weight_decay_scale;
   int32_t key;  // see Tensor::key

@@ -33,8 +33,7 @@ Cut make_cut(int32_t rank, const int64_t* shape, const ga_param_options& o) {
   Cut cut;
   if (std::find(shape, shape + rank, 0) != shape + rank) return cut;  // of nothing
   const int64_t parts = o.matrix_parts > 1 ? o.matrix_parts : 1;
-  std::vector<Axis> packed = {
-      {1, 0}};  // the parts, then the axes of a matrix in the order of the tensor
+  std::vector<Axis> packed = {{1, 0}};  // the parts, then the axes of a matrix
   int64_t stride = 1, before = 1, after = 1, outputs = 1;
   std::vector<Axis> tensor(static_cast<size_t>(rank));
   for (int32_t d = rank - 1; d >= 0; --d) {

@@ -383,8 +383,10 @@ class MatmulEngine::Iterations {
       engine_.threads_.run(threads, threads == 1, pass);
     else
       job.run(thread_, 0, 1);
-    if (job.error) error_ = job.error;
-    if (together) engine_.check_product(task, job.error);
+    if (together)
+      engine_.check_product(task, job.error);
+    else if (job.error)
+      error_ = job.error;
     each_of(job.blocks, [&](int64_t i) { job.mirror(i); });
   }
 

@@ -237,12 +237,14 @@ void combine(const Queue& queue, const Combination& task);
 // back.
 void pack(const Queue& queue, const Cut& cut, float* tensor, int64_t first, int64_t count,
           float* packed, bool back);
-// out[i] <- sum of the squares of line i, of `each` elements. room: a number for each chunk of each line.
+// out[i] <- sum of the squares of line i; a line is `each` elements that lie side by side. room: a number for
+// each chunk of each line.
 void sum_squares(const Queue& queue, const float* x, int64_t each, int64_t lines, double* room,
                  double* out);
-// The same for all columns of the matrices. room: for half as many numbers as there are elements.
+// out[i] <- sum of the squares of column i, counted through all matrices. room: half as many numbers as the
+// matrices have elements.
 void sum_columns(const Queue& queue, const MatrixRun& run, double* room, double* out);
-// The functions of NewtonSchulz.
+// What newton_schulz.hpp asks of an engine under these names.
 void line_scales(const Queue& queue, double* out, int64_t count, double eps);
 void variance_scales(const Queue& queue, const OrthogonalizeTask& task, int64_t first,
                      int64_t matrices, double* ratios, double* out);

@@ -178,7 +178,7 @@ struct Pack {
   }
 };
 
-// Sums of squares, of each chunk of `lines` lines of `each` elements; then those of each line.
+// Adds up the squares in each chunk of a line. A line is `each` elements that lie side by side.
 constexpr int64_t kWarps = kThreads / kLanes;
 struct ChunkSquares {
   const float* x;
@@ -199,6 +199,7 @@ struct ChunkSquares {
   }
 };
 
+// Adds up the sums of the chunks of each line.
 struct AddChunks {
   int64_t chunks, lines;
   const double* sums;
@@ -214,9 +215,11 @@ struct AddChunks {
   }
 };
 
-// The same for columns: of each stretch of so many rows, with the columns of a stretch side by side.
+// Adds up the squares of each column in each stretch of kRows rows. The sums of a stretch lie side by side, as the
+// columns do.
 struct ColumnSquares {
-  static constexpr int64_t kRows = 128;  // so that the sums of stretches have room in an X
+  static constexpr int64_t kRows =
+      128;  // all sums together take a 64th of the room of the matrices
   MatrixRun run;
   double* sums;
 
@@ -236,6 +239,7 @@ struct ColumnSquares {
   }
 };
 
+// Adds up the sums of the stretches of each column.
 struct AddStretches {
   MatrixRun run;
   const double* sums;
