@@ -793,7 +793,8 @@ inline Matrix newton_schulz(Matrix x, const ga_optimizer& o, double& error) {
   const double u = arithmetic.half_ulp;
   const double n = static_cast<double>(x.rows), m = static_cast<double>(x.columns);
   for (int32_t step = 0; step < o.ns_steps; ++step) {
-    const auto [a, b, c] = coefficients(o, step);
+    const std::array<double, 3> abc = coefficients(o, step);
+    const double a = abc[0], b = abc[1], c = abc[2];
     const Matrix g = x * transpose(x), gg = g * g;
     const Matrix update = combine(b, g, c, gg), product = update * x;
 
