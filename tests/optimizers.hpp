@@ -63,6 +63,8 @@ struct OptimizerRow {
   const char* (*state)(const ga_optimizer&, bool matrix) = [](const ga_optimizer&, bool) {
     return "";
   };
+  // Those of what it counts besides its steps, in the torch flavor.
+  const char* numbers = "";
   // Whether the optimizer supports GA_ROWS_LAZY.
   bool (*lazy)(const ga_optimizer&) = [](const ga_optimizer&) { return false; };
   bool layer_wise = false;     // its steps take norms or means of the parameter
@@ -125,6 +127,9 @@ inline Field ns_steps(int32_t x) { return {"ns_steps", &ga_optimizer::ns_steps, 
 inline Field beta3(double x) { return {"beta3", &ga_optimizer::beta3, x}; }
 inline Field clip_exponent(double x) { return {"clip_exponent", &ga_optimizer::clip_exponent, x}; }
 inline Field alpha(double x) { return {"alpha", &ga_optimizer::alpha, x}; }
+inline Field average_lr_power(double x) {
+  return {"average_lr_power", &ga_optimizer::average_lr_power, x};
+}
 
 inline Row sgd() {
   Row r = {GA_OPTIMIZER_SGD, "SGD", "sgd"};
@@ -295,6 +300,7 @@ inline Row adamax() {
 
 inline Row nadam() {
   Row r = {GA_OPTIMIZER_NADAM, "NAdam", "nadam"};
+  r.numbers = "mu_product";
   r.state = [](Const, bool) { return "exp_avg exp_avg_sq"; };
   r.add_defaults(torch, {lr(2e-3), beta1(0.9), beta2(0.999), eps(1e-8), momentum_decay(4e-3)});
   r.add_defaults(keras, {lr(1e-3), beta1(0.9), beta2(0.999), eps(1e-7), momentum_decay(1)});
@@ -500,15 +506,67 @@ inline Row rowwise_adagrad() {
   return r;
 }
 
+inline Row schedule_free_adamw() {
+  Row r = {GA_OPTIMIZER_SCHEDULE_FREE_ADAMW, "Schedule-Free AdamW", "schedule_free_adamw"};
+  r.state = [](Const, bool) { return "z exp_avg_sq"; };
+  r.numbers = "weight_sum lr_max";
+  r.bf16_state = false;
+  r.stands_for_others = true;
+  r.add_defaults(torch, {lr(2.5e-3), beta1(0.9), beta2(0.999), eps(1e-8), average_lr_power(2)});
+  r.add("ScheduleFreeAdamW", torch, 1e-2, [](O) {});
+  r.add("ScheduleFreeAdamWDecay", torch, 1e-2, [](O o) {
+    o.beta1 = 0.5, o.beta2 = 0.9, o.weight_decay = 0.1, o.maximize = 1, o.average_power = 1.5;
+  });
+  r.refuses(torch, {"Schedule-Free AdamW", "beta1", "0"}, [](O o) { o.beta1 = 0; });
+  r.refuses(torch, {"beta1", "1"}, [](O o) { o.beta1 = 1; });
+  r.refuses(torch, {"beta2", "1"}, [](O o) { o.beta2 = 1; });
+  r.refuses(torch, {"average_power", "-1"}, [](O o) { o.average_power = -1; });
+  r.refuses(torch, {"average_lr_power", "nan"}, [](O o) { o.average_lr_power = NAN; });
+  return r;
+}
+
+inline Row schedule_free_sgd() {
+  Row r = {GA_OPTIMIZER_SCHEDULE_FREE_SGD, "Schedule-Free SGD", "schedule_free_sgd"};
+  r.state = [](Const, bool) { return "z"; };
+  r.numbers = "weight_sum lr_max";
+  r.bf16_state = false;
+  r.add_defaults(torch, {lr(1), momentum(0.9), average_lr_power(2)});
+  r.add("ScheduleFreeSgd", torch, 0.05, [](O) {});
+  r.add("ScheduleFreeSgdDecay", torch, 0.05, [](O o) {
+    o.momentum = 0.5, o.weight_decay = 0.1, o.maximize = 1, o.average_power = 2;
+    o.average_lr_power = 0;
+  });
+  r.refuses(torch, {"Schedule-Free SGD", "momentum", "1"}, [](O o) { o.momentum = 1; });
+  r.refuses(torch, {"momentum", "0"}, [](O o) { o.momentum = 0; });
+  r.refuses(torch, {"average_power", "inf"}, [](O o) { o.average_power = INFINITY; });
+  return r;
+}
+
 }  // namespace optimizers
 
 // In the order of ga_optimizer_kind.
 inline const std::vector<OptimizerRow>& optimizer_rows() {
   using namespace optimizers;
-  static const std::vector<OptimizerRow> rows = {
-      sgd(),      adam(),      adamw(), external(), rmsprop(),  adagrad(),
-      adadelta(), adamax(),    nadam(), radam(),    lion(),     lamb(),
-      lars(),     adafactor(), muon(),  adopt(),    ademamix(), rowwise_adagrad()};
+  static const std::vector<OptimizerRow> rows = {sgd(),
+                                                 adam(),
+                                                 adamw(),
+                                                 external(),
+                                                 rmsprop(),
+                                                 adagrad(),
+                                                 adadelta(),
+                                                 adamax(),
+                                                 nadam(),
+                                                 radam(),
+                                                 lion(),
+                                                 lamb(),
+                                                 lars(),
+                                                 adafactor(),
+                                                 muon(),
+                                                 adopt(),
+                                                 ademamix(),
+                                                 rowwise_adagrad(),
+                                                 schedule_free_adamw(),
+                                                 schedule_free_sgd()};
   return rows;
 }
 

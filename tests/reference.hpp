@@ -294,6 +294,7 @@ struct Element {
   Real v;                // second moment; Adamax: its infinity norm
   Real w;                // AMSGrad: the largest v; centered RMSprop: first moment
   bool started = false;  // has been updated before
+  double weights = 0, highest = 0;  // Schedule-Free: their sum, and the largest learning rate
 };
 
 // beta m + (1 - beta) x
@@ -312,11 +313,15 @@ inline void decay(const ga_optimizer& o, double lr, Real& p) {
   if (o.weight_decay != 0) p = scalar(1 - lr * o.weight_decay) * p;
 }
 
+inline bool schedule_free(const ga_optimizer& o) {
+  return o.kind == GA_OPTIMIZER_SCHEDULE_FREE_ADAMW || o.kind == GA_OPTIMIZER_SCHEDULE_FREE_SGD;
+}
+
 // Whether weight_decay p is part of the gradient.
 inline bool l2(const ga_optimizer& o) {
   return o.flavor == GA_FLAVOR_TORCH && o.weight_decay != 0 && o.kind != GA_OPTIMIZER_ADAMW &&
          o.kind != GA_OPTIMIZER_LION && o.kind != GA_OPTIMIZER_ADEMAMIX &&
-         o.kind != GA_OPTIMIZER_ROWWISE_ADAGRAD && o.decoupled == 0;
+         o.kind != GA_OPTIMIZER_ROWWISE_ADAGRAD && !schedule_free(o) && o.decoupled == 0;
 }
 
 // torch.optim.SGD, after the weight decay.
@@ -492,6 +497,26 @@ inline void ademamix(const ga_optimizer& o, double lr, int64_t t, const Real& g,
   e.p = e.p - (fast + slow) / (sqrt(e.v) / correction + scalar(o.eps));
 }
 
+// By the paper's algorithm 1, x and all: p is y, m is z, w is x.
+inline void schedule_free(const ga_optimizer& o, double lr, int64_t t, const Real& g, Element& e) {
+  const bool adam = o.kind == GA_OPTIMIZER_SCHEDULE_FREE_ADAMW;
+  const double beta = adam ? o.beta1 : o.momentum;
+  if (!e.started) e.m = e.w = e.p;
+  Real direction = g;
+  if (adam) {
+    e.v = average(o.beta2, e.v, g * g);
+    const Real correction = on_host([&] { return sqrt(bias_correction(o.beta2, t)); });
+    direction = g / (sqrt(e.v) / correction + scalar(o.eps));
+  }
+  e.m = e.m - scalar(lr) * (direction + scalar(o.weight_decay) * e.p);
+  e.highest = std::max(e.highest, lr);
+  const double weight =
+      std::pow(static_cast<double>(t), o.average_power) * std::pow(e.highest, o.average_lr_power);
+  e.weights += weight;
+  e.w = average(1 - (e.weights > 0 ? weight / e.weights : 0), e.w, e.m);
+  e.p = average(beta, e.w, e.m);
+}
+
 // One applied update with the reduced, clipped gradient g, of an optimizer that takes elements one
 // by one. t is the one that the flavor counts by, from 1.
 inline void update(const ga_optimizer& o, double lr, int64_t t, Real g, Element& e) {
@@ -499,7 +524,8 @@ inline void update(const ga_optimizer& o, double lr, int64_t t, Real g, Element&
   if (o.maximize) g = -g;
   if (l2(o)) {
     g = g + scalar(o.weight_decay) * e.p;
-  } else if (o.flavor != GA_FLAVOR_BERT && (o.kind != GA_OPTIMIZER_ADOPT || t > 1)) {
+  } else if (o.flavor != GA_FLAVOR_BERT && (o.kind != GA_OPTIMIZER_ADOPT || t > 1) &&
+             !schedule_free(o)) {
     decay(o, lr, e.p);
   }
   switch (o.kind) {
@@ -536,6 +562,10 @@ inline void update(const ga_optimizer& o, double lr, int64_t t, Real g, Element&
       break;
     case GA_OPTIMIZER_ADEMAMIX:
       ademamix(o, lr, t, g, e);
+      break;
+    case GA_OPTIMIZER_SCHEDULE_FREE_ADAMW:
+    case GA_OPTIMIZER_SCHEDULE_FREE_SGD:
+      schedule_free(o, lr, t, g, e);
       break;
     case GA_OPTIMIZER_ADAM:
     case GA_OPTIMIZER_ADAMW:

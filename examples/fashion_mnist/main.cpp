@@ -53,6 +53,8 @@ constexpr NamedOptimizer kOptimizers[] = {
     {"muon", GA_OPTIMIZER_MUON, 5e-3, 0.95},
     {"adopt", GA_OPTIMIZER_ADOPT, 1e-3, 0},
     {"ademamix", GA_OPTIMIZER_ADEMAMIX, 1e-3, 0},
+    {"schedule_free_adamw", GA_OPTIMIZER_SCHEDULE_FREE_ADAMW, 2.5e-3, 0},
+    {"schedule_free_sgd", GA_OPTIMIZER_SCHEDULE_FREE_SGD, 0.5, 0},
     {"rowwise_adagrad", GA_OPTIMIZER_ROWWISE_ADAGRAD, 1e-2, 0}};
 
 template <typename Value>

@@ -146,32 +146,35 @@ GA_API void ga_context_destroy(ga_context* ctx);
    optimizer reads, and the counterparts in PyTorch, Keras, timm and other programs. */
 typedef int32_t ga_optimizer_kind;
 enum {
-  GA_OPTIMIZER_SGD = 0,             /* stochastic gradient descent; Nesterov: Sutskever et al.
-                                       2013 */
-  GA_OPTIMIZER_ADAM = 1,            /* Adam: Kingma & Ba 2015, algorithm 1; AMSGrad: Reddi et al.
-                                       2018 */
-  GA_OPTIMIZER_ADAMW = 2,           /* Adam with decoupled weight decay: Loshchilov & Hutter
-                                       2019, algorithm 2 */
-  GA_OPTIMIZER_EXTERNAL = 3,        /* the program's own, which reads ga_gradient */
-  GA_OPTIMIZER_RMSPROP = 4,         /* RMSProp: Tieleman & Hinton 2012; centered: Graves 2013 */
-  GA_OPTIMIZER_ADAGRAD = 5,         /* Adagrad: Duchi et al. 2011 */
-  GA_OPTIMIZER_ADADELTA = 6,        /* Adadelta: Zeiler 2012 */
-  GA_OPTIMIZER_ADAMAX = 7,          /* AdaMax: Kingma & Ba 2015, algorithm 2 */
-  GA_OPTIMIZER_NADAM = 8,           /* NAdam: Dozat 2016 */
-  GA_OPTIMIZER_RADAM = 9,           /* RAdam: Liu et al. 2020 */
-  GA_OPTIMIZER_LION = 10,           /* Lion: Chen et al. 2023 */
-  GA_OPTIMIZER_LAMB = 11,           /* LAMB: You et al. 2020, as in timm */
-  GA_OPTIMIZER_LARS = 12,           /* LARS: You et al. 2017, as in timm */
-  GA_OPTIMIZER_ADAFACTOR = 13,      /* Adafactor: Shazeer & Stern 2018, as torch.optim.Adafactor */
-  GA_OPTIMIZER_MUON = 14,           /* Muon: Jordan et al. 2024, as torch.optim.Muon; for matrices,
-                                       and what ga_param_options.cut_matrices cuts into some; needs
-                                       cuBLAS on a device */
-  GA_OPTIMIZER_ADOPT = 15,          /* ADOPT: Taniguchi et al. 2024, algorithm 2; step 1 moves
-                                       nothing */
-  GA_OPTIMIZER_ADEMAMIX = 16,       /* AdEMAMix: Pagliardini et al. 2024: ADAMW and a slow moving
-                                       average */
-  GA_OPTIMIZER_ROWWISE_ADAGRAD = 17 /* Adagrad by rows: FBGEMM's EXACT_ROWWISE_ADAGRAD, for
-                                       embeddings: one sum of squares for each row */
+  GA_OPTIMIZER_SGD = 0,              /* stochastic gradient descent; Nesterov: Sutskever et al.
+                                        2013 */
+  GA_OPTIMIZER_ADAM = 1,             /* Adam: Kingma & Ba 2015, algorithm 1; AMSGrad: Reddi et al.
+                                        2018 */
+  GA_OPTIMIZER_ADAMW = 2,            /* Adam with decoupled weight decay: Loshchilov & Hutter
+                                        2019, algorithm 2 */
+  GA_OPTIMIZER_EXTERNAL = 3,         /* the program's own, which reads ga_gradient */
+  GA_OPTIMIZER_RMSPROP = 4,          /* RMSProp: Tieleman & Hinton 2012; centered: Graves 2013 */
+  GA_OPTIMIZER_ADAGRAD = 5,          /* Adagrad: Duchi et al. 2011 */
+  GA_OPTIMIZER_ADADELTA = 6,         /* Adadelta: Zeiler 2012 */
+  GA_OPTIMIZER_ADAMAX = 7,           /* AdaMax: Kingma & Ba 2015, algorithm 2 */
+  GA_OPTIMIZER_NADAM = 8,            /* NAdam: Dozat 2016 */
+  GA_OPTIMIZER_RADAM = 9,            /* RAdam: Liu et al. 2020 */
+  GA_OPTIMIZER_LION = 10,            /* Lion: Chen et al. 2023 */
+  GA_OPTIMIZER_LAMB = 11,            /* LAMB: You et al. 2020, as in timm */
+  GA_OPTIMIZER_LARS = 12,            /* LARS: You et al. 2017, as in timm */
+  GA_OPTIMIZER_ADAFACTOR = 13,       /* Adafactor: Shazeer & Stern 2018, as torch.optim.Adafactor */
+  GA_OPTIMIZER_MUON = 14,            /* Muon: Jordan et al. 2024, as torch.optim.Muon; for matrices,
+                                        and what ga_param_options.cut_matrices cuts into some; needs
+                                        cuBLAS on a device */
+  GA_OPTIMIZER_ADOPT = 15,           /* ADOPT: Taniguchi et al. 2024, algorithm 2; step 1 moves
+                                        nothing */
+  GA_OPTIMIZER_ADEMAMIX = 16,        /* AdEMAMix: Pagliardini et al. 2024: ADAMW and a slow moving
+                                        average */
+  GA_OPTIMIZER_ROWWISE_ADAGRAD = 17, /* Adagrad by rows: FBGEMM's EXACT_ROWWISE_ADAGRAD, for
+                                        embeddings: one sum of squares for each row */
+  GA_OPTIMIZER_SCHEDULE_FREE_ADAMW = 18, /* Schedule-Free AdamW: Defazio et al. 2024; see "EMA" for
+                                            the average, which is what to evaluate */
+  GA_OPTIMIZER_SCHEDULE_FREE_SGD = 19    /* Schedule-Free SGD, by the same */
 };
 
 /* Whose definition, where frameworks differ. */
@@ -239,9 +242,11 @@ typedef struct ga_optimizer {
   ga_flavor flavor;           /* whose definition of it */
   double lr;                  /* learning rate, or its peak under a schedule; >= 0 */
   double weight_decay;        /* weight decay; >= 0 */
-  double momentum;            /* SGD, RMSPROP, LARS, MUON; >= 0 */
+  double momentum;            /* SGD, RMSPROP, LARS, MUON; >= 0. SCHEDULE_FREE_SGD: the share of the
+                                 average in the parameter; (0, 1) */
   double dampening;           /* SGD, LARS; [0, 1] */
-  double beta1;               /* decay of the first moment: ADAM and its kin, LION; [0, 1) */
+  double beta1;               /* decay of the first moment: ADAM and its kin, LION; [0, 1).
+                                 SCHEDULE_FREE_ADAMW: as momentum of the other; (0, 1) */
   double beta2;               /* decay of the second moment, for LION of the momentum; [0, 1). MUON:
                                  of the mean square of each output's update, which divides it:
                                  NorMuon, Li et al. 2025, arXiv 2510.05491; default 0: no division */
@@ -283,6 +288,10 @@ typedef struct ga_optimizer {
   int32_t cautious;           /* 0 or 1: MUON: only elements that the step does not move away from
                                  zero decay: Chen et al. 2025, arXiv 2510.12402 */
   ga_equilibrate equilibrate; /* MUON: default GA_EQUILIBRATE_NONE */
+  double average_power;       /* SCHEDULE_FREE: step t weighs t^average_power in the average, the
+                                 package's r; >= 0; default 0 */
+  double average_lr_power;    /* SCHEDULE_FREE: times the largest learning rate so far to this
+                                 power, the package's weight_lr_power; >= 0; default 2 */
 } ga_optimizer;
 
 /* Fills *out with that framework's defaults for that optimizer. struct_size: sizeof(ga_optimizer).
@@ -1047,7 +1056,14 @@ GA_API ga_status ga_loss_scale(const ga_context* ctx, double* out_scale, const v
    p in the first. p is the master weights if there are any. A parameter that is added
    later begins with its first step. Parameters without a gradient, frozen and lazily updated ones
    take part, in a pass of their own; those of GA_OPTIMIZER_EXTERNAL as ga_step finds them. A
-   parameter that has always been frozen has no EMA yet. */
+   parameter that has always been frozen has no EMA yet.
+
+   The Schedule-Free optimizers have an average of their own, x = y + (1 - 1 / beta) (z - y), where y is
+   the parameter, z its state of that name and beta SCHEDULE_FREE_ADAMW's beta1 or
+   SCHEDULE_FREE_SGD's momentum. Gradients are taken at y, and x is what to evaluate and to ship.
+   ga_ema_copy_to and ga_ema_swap take it for an EMA, unless the context keeps one, and leave
+   parameters of other groups as they are. It is computed by these calls and costs no memory but while
+   exchanged. */
 
 /* What the decay d of step t is. */
 typedef int32_t ga_ema_kind;
@@ -1078,7 +1094,7 @@ GA_API ga_status ga_context_set_ema(ga_context* ctx, const ga_ema* ema);
 /* Writes the EMA of a parameter to out, as many elements, of dtype, rounded to nearest; before the
    first applied step, the parameter itself. out must not overlap a parameter. On a device, waits
    for the work before it, and writes out in the order of the stream. GA_ERROR_INVALID_STATE: there
-   is no EMA. GA_ERROR_FAULT: out is half written. */
+   is no EMA, and no group with an average of its own. GA_ERROR_FAULT: out is half written. */
 GA_API ga_status ga_ema_copy_to(ga_context* ctx, ga_param param, void* out, ga_dtype dtype);
 
 /* on 1: exchanges parameters and EMA, to evaluate with the EMA; 0: takes that back, to the last
@@ -1087,7 +1103,7 @@ GA_API ga_status ga_ema_copy_to(ga_context* ctx, ga_param param, void* out, ga_d
    only queries, ga_bn_infer, ga_synchronize, ga_context_set_stream and ga_context_destroy, which
    leaves parameters as they are, are legal; the rest is GA_ERROR_INVALID_STATE. Between windows.
    Waits.
-   GA_ERROR_INVALID_STATE: there is no EMA. */
+   GA_ERROR_INVALID_STATE: there is no EMA, and no group with an average of its own. */
 GA_API ga_status ga_ema_swap(ga_context* ctx, int32_t on);
 
 /* ---- Parameters in detail -------------------------------------------------------------------- */

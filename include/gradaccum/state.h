@@ -21,6 +21,8 @@ extern "C" {
      "step"           GA_I64, the updates of this parameter. GA_FLAVOR_TORCH; other flavors count
                       the context's steps, see ga_context_set_steps
      "mu_product"     GA_F64. GA_OPTIMIZER_NADAM, GA_FLAVOR_TORCH
+     "weight_sum", "lr_max"  GA_F64. The Schedule-Free optimizers: the sum of the weights in the
+                      average, and the largest learning rate of this parameter's steps
      "master"         master weights; the parameter itself is the program's to set along with them
      "ema"            the EMA; before its first move, the parameter itself */
 

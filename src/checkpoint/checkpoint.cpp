@@ -228,8 +228,9 @@ void Checkpoint::collect_param(size_t i, const ParamState& state) {
   const Group& g = model_.params.group_of(p);
   if (model_.params.op_of(p) >= 0 && g.optimizer.flavor == GA_FLAVOR_TORCH && !p.state_due) {
     add_numbers(name + ".step", GA_I64, {}, {bits_of(state.clock.step)});
-    const double product = state.clock.step == 0 ? 1 : state.clock.product;
-    if (g.info->product) add_numbers(name + "." + g.info->product, GA_F64, {}, {bits_of(product)});
+    for (int k = 0; k < kClockNumbers; ++k)
+      if (const char* const number = g.info->clock_numbers[k].name)
+        add_numbers(name + "." + number, GA_F64, {}, {bits_of(g.info->number_of(state.clock, k))});
   }
   // Contributions that were dropped count too.
   if (with_window_ && (p.held() != Held::kNothing || p.contributions.count > 0))

@@ -83,8 +83,8 @@ class Checkpoint {
   enum {
     kValues = kArrayKinds,  // the parameter itself
     kStepNumber,
-    kProductNumber,
-    kParamKinds
+    kClockNumber,  // the first of kClockNumbers
+    kParamKinds = kClockNumber + kClockNumbers
   };
   // Of a parameter in an open window: the gradient, and what its rounding lost; numbers of the host and of
   // the decision; the partials; of a gradient of some rows, which rows, and their values.
@@ -122,7 +122,7 @@ class Checkpoint {
     bool listed = false;  // the file is ours and has what this library knows of the parameter
     bool state = false;   // the file has state of it
     int64_t step = 0;
-    double product = 1;
+    double numbers[kClockNumbers] = {};  // of the clock
   };
   // What a window holds of a parameter, but for the gradient itself.
   struct Holding {

@@ -190,7 +190,9 @@ void Checkpoint::find_param(size_t i, Problems& problems) {
   };
   if (model_.params.op_of(p) >= 0 && g.optimizer.flavor == GA_FLAVOR_TORCH) {
     find_number(kStepNumber, "step", {GA_I64, GA_I32, GA_F32, GA_F64});
-    if (g.info->product) find_number(kProductNumber, g.info->product, {GA_F64, GA_F32});
+    for (int k = 0; k < kClockNumbers; ++k)
+      if (const char* const number = g.info->clock_numbers[k].name)
+        find_number(kClockNumber + k, number, {GA_F64, GA_F32});
   }
   if (in.state || !in.listed)
     for (const std::string& key : lacking) missing(key);
@@ -291,7 +293,7 @@ void Checkpoint::read_dropped_micros(uint64_t& dropped) const {
 void Checkpoint::read_all() {
   const auto& tensors = file_->tensors();
   for (const ParamIn& p : params_)
-    for (int kind = kStepNumber; kind <= kProductNumber; ++kind)
+    for (int kind = kStepNumber; kind < kParamKinds; ++kind)
       if (p.has(kind)) small_[static_cast<size_t>(p.at(kind))];
   for (const auto& b : layers_)
     for (int kind = 0; kind < kLayerKinds; ++kind)
@@ -365,11 +367,15 @@ void Checkpoint::read_param(size_t i) {
     in.step = whole(numbers(in.at(kStepNumber))[0], 0, kMost, (name + ".step").c_str());
   else if (in.state)
     in.step = 1;  // torch's SGD keeps a momentum and no step: state that is there is not of step 0
-  if (in.has(kProductNumber)) {
-    in.product = numbers(in.at(kProductNumber))[0];
-    if (!(in.product >= 0 && in.product <= 1))
-      fail(GA_ERROR_FORMAT, "the product of betas of \"%.200s\" was %g, expected one in [0, 1]",
-           t.name, in.product);
+  const OptimizerInfo& optimizer = *model_.params.group_of(model_.params[i]).info;
+  for (int k = 0; k < kClockNumbers; ++k) {
+    const auto [key, initial, most] = optimizer.clock_numbers[k];
+    in.numbers[k] = initial;
+    if (!in.has(kClockNumber + k)) continue;
+    const double x = in.numbers[k] = numbers(in.at(kClockNumber + k))[0];
+    if (!(x >= 0 && x <= most && std::isfinite(x)))
+      fail(GA_ERROR_FORMAT, "\"%.200s.%s\" was %g, expected a finite number in [0, %g]", t.name,
+           key, x, most);
   }
 }
 
@@ -534,7 +540,7 @@ void Checkpoint::place_param(size_t i) {
   ParamState state = model_.progress.param_state(i);
   // There was no state when the file was written, and the context has some.
   const bool reset = in.listed && !in.state && !p.state_due;
-  if (in.state) state.clock = {in.step, in.product};
+  if (in.state) state.clock = {in.step, {in.numbers[0], in.numbers[1]}};
   if (reset) {
     state.clock = {};
     model_.arrays.reset_state(i);

@@ -13,7 +13,7 @@
 namespace ga {
 
 // A negative kind: a number of the parameter's clock.
-constexpr int kStep = -1, kProduct = -2;
+constexpr int kStep = -1, kNumber = -2;  // kNumber - k: number k
 
 std::vector<StateArray> NamedState::states_of(size_t i) const {
   std::vector<StateArray> states;
@@ -26,7 +26,9 @@ std::vector<StateArray> NamedState::states_of(size_t i) const {
   take(kState, kMaster - 1);
   const Group& g = model_.params.group_of(p);
   if (model_.params.op_of(p) >= 0 && g.optimizer.flavor == GA_FLAVOR_TORCH) {
-    if (g.info->product) states.push_back({g.info->product, GA_F64, 1, kProduct});
+    for (int k = 0; k < kClockNumbers; ++k)
+      if (const char* const name = g.info->clock_numbers[k].name)
+        states.push_back({name, GA_F64, 1, kNumber - k});
     states.push_back({"step", GA_I64, 1, kStep});
   }
   take(kMaster, kAverage);
@@ -93,9 +95,9 @@ void NamedState::get(ga_param id, const char* name, void* out, int32_t dtype, in
   const ParamState state = model_.progress.param_state(i);
   if (s.kind == kStep) {
     std::memcpy(out, &state.clock.step, sizeof state.clock.step);
-  } else if (s.kind == kProduct) {
-    const double product = state.clock.step == 0 ? 1 : state.clock.product;
-    std::memcpy(out, &product, sizeof product);
+  } else if (s.kind <= kNumber) {
+    const double number = model_.params.group_of(p).info->number_of(state.clock, kNumber - s.kind);
+    std::memcpy(out, &number, sizeof number);
   } else {
     const bool none = s.kind == kAverage && !state.averaged;  // yet: that of the parameter
     if (none) model_.arrays.copy(p, p.values(), model_.arrays.average_of(p), p.shard.count);
@@ -116,25 +118,29 @@ void NamedState::set(ga_param id, const char* name, const void* data, int32_t dt
   Param& p = model_.params[id];
   const Subject of = model_.params.subject(id);
   if (!data && count > 0) of.fail(GA_ERROR_INVALID_ARGUMENT, "data was NULL");
+  const OptimizerInfo& optimizer = *model_.params.group_of(p).info;
   int64_t step = 0;
-  double product = 1;
+  double number = 0;
   if (s.kind == kStep) {
     std::memcpy(&step, data, sizeof step);
     if (step < 0 || step > kMostSteps)
       of.fail(GA_ERROR_INVALID_ARGUMENT, "step was %lld, expected 0 to 2^53", ll(step));
-  } else if (s.kind == kProduct) {
-    std::memcpy(&product, data, sizeof product);
-    if (!(product >= 0 && product <= 1))
-      of.fail(GA_ERROR_INVALID_ARGUMENT, "%s was %g, expected a number in [0, 1]", name, product);
+  } else if (s.kind <= kNumber) {
+    std::memcpy(&number, data, sizeof number);
+    const double most = optimizer.clock_numbers[kNumber - s.kind].most;
+    if (!(number >= 0 && number <= most && std::isfinite(number)))
+      of.fail(GA_ERROR_INVALID_ARGUMENT, "%s was %g, expected a finite number in [0, %g]", name,
+              number, most);
   }
   begin_pieces(model_, id, "ga_state_set", name);
   preparation_.prepare();
   ParamState state = model_.progress.param_state(i);
+  const bool begins = s.kind < kMaster && state.clock.step == 0;
+  if (begins) state.clock = optimizer.initial_clock();
   if (s.kind == kStep) {
-    if (state.clock.step == 0) state.clock.product = 1;
     state.clock.step = step;
-  } else if (s.kind == kProduct) {
-    state.clock.product = product;
+  } else if (s.kind <= kNumber) {
+    state.clock.numbers[kNumber - s.kind] = number;
   } else {
     const Range part = model_.arrays.part_of(p, s.count);
     const auto size = static_cast<size_t>(dtype_info(s.dtype).size);
@@ -147,10 +153,7 @@ void NamedState::set(ga_param id, const char* name, const void* data, int32_t dt
     if (s.kind < kMaster) p.state_written = true;
     if (s.kind == kMaster) p.unrounded = !model_.params.follows(id);
   }
-  if (s.kind < kMaster && s.kind != kStep && state.clock.step == 0) {
-    state.clock.step = 1;
-    if (s.kind != kProduct) state.clock.product = 1;
-  }
+  if (begins && s.kind != kStep) state.clock.step = 1;
   model_.progress.set_param_state(i, state);
   if (s.kind == kMaster) copies_.write([&](ga_param other) { return other == id; });
 }

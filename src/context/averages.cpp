@@ -28,14 +28,45 @@ void Averages::set(const ga_ema* ema) {
 }
 
 void Averages::check_kept(const char* what) const {
+  for (const Group& g : model_.params.groups)
+    if (g.share_of_average() > 0) return;
   if (!model_.options.ema)
     fail(GA_ERROR_INVALID_STATE,
-         "%s: the context keeps no EMA; ga_context_set_ema makes it keep one", what);
+         "%s: the context keeps no EMA; ga_context_set_ema makes it keep one, and Schedule-Free "
+         "optimizers have an average",
+         what);
+}
+
+// Whether the average follows from the parameter and a state of a Schedule-Free optimizer.
+bool Averages::is_computed(const Param& p) const {
+  return !model_.options.ema && model_.params.group_of(p).share_of_average() > 0;
+}
+
+// Whether there is one yet, of which this rank may have a part alone.
+bool Averages::has_average(const Param& p, const ParamState& state) const {
+  return is_computed(p) ? p.owns && state.clock.step > 0 : state.averaged;
 }
 
 // Whether a parameter and its average change places as they are; else the parameter is overwritten.
 bool Averages::swaps_in_place(const Param& p) const {
-  return p.dtype == model_.arrays.average_of(p).format;
+  return !is_computed(p) && p.dtype == model_.arrays.average_of(p).format;
+}
+
+// out <- the average, for this rank's share. y: the parameter as it was trained; out is another array. partials:
+// room for partials_bytes().
+void Averages::compute(const Param& p, const Array& y, const Array& out, const Buffer& partials) {
+  if (p.shard.count == 0) return;
+  const double share = model_.params.group_of(p).share_of_average();
+  AccumulateTask task = {};
+  task.target = out;
+  task.count = p.shard.count;
+  task.partials = static_cast<Partial*>(partials.data());
+  task.source[0] = {y.data, y.format, 1 / share, nullptr};
+  const Array z = model_.arrays.state_of(p, 0);
+  task.source[1] = {z.data, z.format, 1 - 1 / share, nullptr};
+  task.sources = 2;
+  task.param = -1;
+  model_.backend->accumulate({&task, 1});
 }
 
 void Averages::copy_to(ga_param id, void* out, int32_t dtype) {
@@ -51,13 +82,22 @@ void Averages::copy_to(ga_param id, void* out, int32_t dtype) {
   model_.ranges.check(model_.params.subject(id), "out", out, p.count, info.size);
   begin_pieces(model_, id, "ga_ema_copy_to", "ema");
   if (!swapped_) copies_.follow_data(id);
-  const bool averaged = model_.progress.param_state(static_cast<size_t>(id)).averaged;
-  const bool elsewhere = averaged && swapped_ && swaps_in_place(p);
-  const Array from = elsewhere  ? p.shard_data()
-                     : averaged ? model_.arrays.average_of(p)
-                                : p.current();
+  const bool averaged = has_average(p, model_.progress.param_state(static_cast<size_t>(id)));
   model_.arrays.reserve(std::max(model_.arrays.chunks(), chunk_count(p.count)),
                         model_.params.size());
+  const bool exchanged = averaged && swapped_;
+  Buffer computed;
+  Array from = p.current();
+  if (exchanged && (swaps_in_place(p) || (is_computed(p) && !p.master))) {
+    from = p.shard_data();
+  } else if (averaged && is_computed(p)) {
+    computed = Buffer(*model_.backend, static_cast<size_t>(p.shard.count) *
+                                           static_cast<size_t>(dtype_info(p.real()).size));
+    from = {computed.data(), p.real()};
+    compute(p, p.current(), from, Buffer(*model_.backend, partials_bytes(p)));
+  } else if (averaged) {
+    from = model_.arrays.average_of(p);
+  }
   if (!model_.ranks->divides(id)) return model_.arrays.copy(p, from, {out, dtype}, p.count);
   const int64_t size = dtype_info(from.format).size;
   auto* to = static_cast<char*>(out);
@@ -84,10 +124,10 @@ void Averages::swap(bool on) {
   if (on == swapped_) return;
   constexpr size_t kLine = 64, kPiece = size_t{4} << 20;
   const std::vector<ParamState> states = model_.progress.param_states();
-  size_t kept = 0, piece = 0;
+  size_t kept = 0, piece = 0, partial = 0;
   const auto each = [&](auto&& f) {
     for (size_t i = 0; i < model_.tables.params(); ++i)
-      if (const Param& p = model_.params[i]; p.average && states[i].averaged) f(p);
+      if (const Param& p = model_.params[i]; p.shard.count > 0 && has_average(p, states[i])) f(p);
   };
   const auto shard_bytes = [](const Param& p) {
     return static_cast<size_t>(p.shard.count * dtype_info(p.dtype).size);
@@ -97,11 +137,16 @@ void Averages::swap(bool on) {
       piece = std::max(piece, std::min(shard_bytes(p), kPiece));
     else
       kept += (shard_bytes(p) + kLine - 1) / kLine * kLine;
+    if (is_computed(p)) partial = std::max(partial, partials_bytes(p));
   });
-  Buffer copies, scratch;
+  Buffer copies, scratch, partials;
+  if (on && partial > 0) partials = Buffer(*model_.backend, partial);
   if (on && kept > 0) copies = Buffer(*model_.backend, kept);
   if (piece > 0) scratch = Buffer(*model_.backend, piece);
-  if (on) kept_.swap(copies);
+  if (on) {
+    kept_.swap(copies);
+    copies_.follow_data();
+  }
 
   model_.health.or_break([&] {
     char* original = static_cast<char*>(kept_.data());
@@ -121,7 +166,11 @@ void Averages::swap(bool on) {
       }
       if (on) {
         model_.backend->copy(original, shared, bytes);
-        model_.arrays.copy(p, model_.arrays.average_of(p), {shared, p.dtype}, p.shard.count);
+        if (is_computed(p))
+          compute(p, p.master ? p.current() : Array{original, p.dtype}, {shared, p.dtype},
+                  partials);
+        else
+          model_.arrays.copy(p, model_.arrays.average_of(p), {shared, p.dtype}, p.shard.count);
       } else {
         model_.backend->copy(shared, original, bytes);
       }
@@ -130,7 +179,8 @@ void Averages::swap(bool on) {
   });
   const auto changed = [&](ga_param id) {
     const auto i = static_cast<size_t>(id);
-    return i < model_.tables.params() && model_.params[i].owns && states[i].averaged
+    return i < model_.tables.params() && model_.params[i].owns &&
+                   has_average(model_.params[i], states[i])
                ? Ranks::Changed::kElements
                : Ranks::Changed::kNothing;
   };

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Moving averages of the parameters. The pass that updates a parameter moves its average too.
+// Averages of the parameters: an EMA, which the pass that updates a parameter moves too, or the average of a
+// Schedule-Free optimizer, which is computed when it is asked for.
 #pragma once
 
 #include "model/copies.hpp"
@@ -21,7 +22,13 @@ class Averages {
 
  private:
   void check_kept(const char* what) const;
+  bool is_computed(const Param& p) const;
+  bool has_average(const Param& p, const ParamState& state) const;
   bool swaps_in_place(const Param& p) const;
+  static size_t partials_bytes(const Param& p) {
+    return static_cast<size_t>(chunk_count(p.shard.count)) * sizeof(Partial);
+  }
+  void compute(const Param& p, const Array& y, const Array& out, const Buffer& partials);
 
   Model& model_;
   TableWriter& writer_;

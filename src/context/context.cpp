@@ -110,7 +110,7 @@ inline void Context::check_usable(const char* function, bool changing) const {
   model.health.check();
   if (changing && averages->swapped())
     fail(GA_ERROR_INVALID_STATE,
-         "%s was called while the parameters and their EMA are exchanged; ga_ema_swap(ctx, 0) "
+         "%s was called while the parameters and their averages are exchanged; ga_ema_swap(ctx, 0) "
          "takes that back",
          function);
 }

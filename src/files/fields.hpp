@@ -41,6 +41,7 @@ void each_field(Struct& s, F&& f) {
     f("ns_preset", s.ns_preset, ga_newton_schulz{GA_NS_OWN});
     f("cautious", s.cautious, int32_t{0});
     f("equilibrate", s.equilibrate, ga_equilibrate{GA_EQUILIBRATE_NONE});
+    f("average_power", s.average_power, 0.0), f("average_lr_power", s.average_lr_power, 0.0);
   } else if constexpr (std::is_same_v<T, ga_schedule>) {
     f("kind", s.kind), f("warmup_steps", s.warmup_steps), f("total_steps", s.total_steps);
     f("end_factor", s.end_factor), f("power", s.power), f("gamma", s.gamma);
@@ -89,7 +90,7 @@ void each_field(Struct& s, F&& f) {
     f("dgamma", s.dgamma);
   } else {
     static_assert(std::is_same_v<T, GroupState>, "a struct without a list of its fields");
-    f("step", s.clock.step), f("product", s.clock.product), f("lr", s.lr);
+    f("step", s.clock.step), f("product", s.clock.numbers[0]), f("lr", s.lr);
   }
 }
 

@@ -319,10 +319,10 @@ void ParamList::forget_delivered() {
 
 Clock clock_after(const OptimizerInfo& info, const ga_optimizer& o, int64_t steps) {
   Clock clock = {};
-  if (o.flavor == GA_FLAVOR_TORCH) clock.step = steps;  // nobody reads its product
+  if (o.flavor == GA_FLAVOR_TORCH) clock.step = steps;  // nobody reads its numbers
   while (clock.step < steps) {
-    info.advance(o, clock);
-    if (clock.product == 0) clock.step = steps;  // the product stays 0
+    info.advance(o, clock, o.lr);
+    if (clock.numbers[0] == 0) clock.step = steps;  // a product stays 0
   }
   return clock;
 }

@@ -29,6 +29,8 @@ struct Group {
   Table<double> rates;                                  // of a GA_SCHEDULE_TABLE
   std::shared_ptr<const std::vector<double>> ns_table;  // what optimizer.ns_table points to
 
+  // See OptimizerBase.
+  double share_of_average() const { return info->share_of_average(optimizer); }
   // Takes an optimizer of the same kind, and its own copy of what that points to.
   void set_optimizer(const ga_optimizer& o);
 

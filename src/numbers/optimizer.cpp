@@ -30,7 +30,7 @@ struct OptimizerTable<TypeList<O...>> {
 
   static constexpr std::array<OptimizerInfo, sizeof...(O)> infos = {OptimizerInfo{
       O::name, O::has_flavor, O::defaults, O::check, op_of<O>, O::bf16_state, O::matrices_only,
-      O::limits_norm, O::product, O::lazy, O::initial, O::advance}...};
+      O::limits_norm, O::clock_numbers, O::share_of_average, O::lazy, O::initial, O::advance}...};
 };
 
 template <class Op>
@@ -99,7 +99,8 @@ std::vector<std::string> slot_names() {
     for (const char* name : op.slot_names.of)
       if (name) names.push_back(name);
   for (const OptimizerInfo& info : optimizers)
-    if (info.product) names.push_back(info.product);
+    for (int k = 0; k < kClockNumbers; ++k)
+      if (info.clock_numbers[k].name) names.push_back(info.clock_numbers[k].name);
   return names;
 }
 

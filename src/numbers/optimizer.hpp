@@ -19,10 +19,20 @@ struct OptimizerInfo {
   int (*op)(const ga_optimizer&, bool matrix);  // position in AllOps; -1: no Op
   // See OptimizerBase.
   bool bf16_state, matrices_only, limits_norm;
-  const char* product;
+  const ClockNumber* clock_numbers;  // kClockNumbers of them
+  double (*share_of_average)(const ga_optimizer&);
   bool (*lazy)(const ga_optimizer&);
   double (*initial)(const ga_optimizer&, int slot);
-  void (*advance)(const ga_optimizer&, Clock&);
+  void (*advance)(const ga_optimizer&, Clock&, double lr);
+
+  Clock initial_clock() const {
+    Clock clock = {};
+    for (int k = 0; k < kClockNumbers; ++k) clock.numbers[k] = clock_numbers[k].initial;
+    return clock;
+  }
+  double number_of(const Clock& clock, int k) const {
+    return clock.step == 0 ? clock_numbers[k].initial : clock.numbers[k];
+  }
 };
 
 struct OpInfo {

@@ -33,13 +33,14 @@
 #include "ops/radam.hpp"
 #include "ops/rmsprop.hpp"
 #include "ops/rowwise_adagrad.hpp"
+#include "ops/schedule_free.hpp"
 #include "ops/sgd.hpp"
 
 namespace ga {
 
-using Optimizers =
-    TypeList<Sgd, Adam, AdamW, External, Rmsprop, Adagrad, Adadelta, Adamax, Nadam, Radam, Lion,
-             Lamb, Lars, Adafactor, Muon, Adopt, Ademamix, RowwiseAdagrad>;
+using Optimizers = TypeList<Sgd, Adam, AdamW, External, Rmsprop, Adagrad, Adadelta, Adamax, Nadam,
+                            Radam, Lion, Lamb, Lars, Adafactor, Muon, Adopt, Ademamix,
+                            RowwiseAdagrad, ScheduleFreeAdamW, ScheduleFreeSgd>;
 
 template <class List>
 constexpr bool in_order_of_kind = false;

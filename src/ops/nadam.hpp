@@ -22,7 +22,7 @@ GA_HD double nadam_mu(const ga_optimizer& o, double decayed, int64_t t) {
   return o.beta1 * (1 - 0.5 * power(decayed, t));
 }
 
-// Clock::product is M_t.
+// The number of the clock is M_t.
 template <class T>
 struct NadamOp : ElementWise {
   using Real = T;
@@ -37,7 +37,7 @@ struct NadamOp : ElementWise {
         gain1(T(1 - o.beta1)),
         beta2(T(o.beta2)),
         gain2(T(1 - o.beta2)) {
-    const double product = in.clock.product;
+    const double product = in.clock.numbers[0];
     const double decayed = real_power(0.96, o.momentum_decay);
     const double mu = nadam_mu(o, decayed, in.clock.step);
     const double next = nadam_mu(o, decayed, in.clock.step + 1);
@@ -60,7 +60,7 @@ struct NadamOp : ElementWise {
 struct Nadam : OptimizerBase {
   static constexpr int32_t kind = GA_OPTIMIZER_NADAM;
   static constexpr const char* name = "NAdam";
-  static constexpr const char* product = "mu_product";
+  static constexpr ClockNumber clock_numbers[kClockNumbers] = {{"mu_product", 1, 1}};
   template <class T>
   using Ops = TypeList<NadamOp<T>>;
 
@@ -81,11 +81,11 @@ struct Nadam : OptimizerBase {
            "NAdam: decoupled was set, but the Keras flavor has no other weight decay");
   }
 
-  GA_HD static void advance(const ga_optimizer& o, Clock& clock) {
-    const double before = clock.step == 0 ? 1 : clock.product;
+  GA_HD static void advance(const ga_optimizer& o, Clock& clock, double) {
+    const double before = clock.step == 0 ? 1 : clock.numbers[0];
     ++clock.step;
     const double decayed = real_power(0.96, o.momentum_decay);
-    clock.product = flush_small(before * nadam_mu(o, decayed, clock.step));
+    clock.numbers[0] = flush_small(before * nadam_mu(o, decayed, clock.step));
   }
 };
 

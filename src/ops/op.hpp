@@ -75,10 +75,22 @@ GA_HD double power(double x, int64_t n) {
   return flush_small(product);
 }
 
-// Applied steps of a parameter or of the context. All zeros before the first step.
+// Applied steps of a parameter or of the context, and what an optimizer keeps of them: see
+// OptimizerBase::clock_numbers. All zeros before the first step.
+constexpr int kClockNumbers = 2;
 struct Clock {
   int64_t step;
-  double product;  // over these steps, of an optimizer that needs one: see OptimizerBase::advance
+  double numbers[kClockNumbers];
+
+  GA_HD bool operator==(const Clock& c) const {
+    return step == c.step && numbers[0] == c.numbers[0] && numbers[1] == c.numbers[1];
+  }
+};
+// One of them: its name in a state, as torch.optim has it (NULL: there is none), what it is before the first
+// step, and the largest that it may be; the least is 0.
+struct ClockNumber {
+  const char* name;
+  double initial, most;
 };
 
 // The numbers that change from step to step or from parameter to parameter: an Op takes lr and
@@ -146,11 +158,16 @@ struct OptimizerBase {
   static int select(const ga_optimizer&, bool) { return 0; }
   // Whether an update may skip rows without a gradient, and their state.
   static bool lazy(const ga_optimizer&) { return false; }
-  // The name of Clock::product in a state, as torch.optim has it; NULL: there is none.
-  static constexpr const char* product = nullptr;
+  static constexpr ClockNumber clock_numbers[kClockNumbers] = {};
+  // Of an optimizer whose parameter lies between its average x, which is not stored, and its first state z,
+  // x + (1 - share) (z - x): the share. 0: it has no average of its own.
+  static double share_of_average(const ga_optimizer&) { return 0; }
   // The initial value of a state slot.
   static double initial(const ga_optimizer&, int) { return 0; }
-  GA_HD static void advance(const ga_optimizer&, Clock& clock) { ++clock.step; }
+  // lr: the group's learning rate in this step.
+  GA_HD static void advance(const ga_optimizer&, Clock& clock, double lr) {
+    (void)lr, ++clock.step;
+  }
   // For factored state: the weight of the new mean of g^2 in the EMAs; the smallest mean row EMA.
   GA_HD static double factor_gain(const ga_optimizer&, const Clock&) { return 0; }
   GA_HD static double factor_floor(const ga_optimizer&) { return 0; }

@@ -25,7 +25,7 @@
 
 /* ---- Structs: size, then each field with its offset and its size ---- */
 
-SIZE(ga_optimizer, 280, 280);
+SIZE(ga_optimizer, 296, 296);
 FIELD(ga_optimizer, struct_size, 0, 8, 0, 4);
 FIELD(ga_optimizer, kind, 8, 4, 4, 4);
 FIELD(ga_optimizer, flavor, 12, 4, 8, 4);
@@ -68,6 +68,8 @@ FIELD(ga_optimizer, ns_rows, 264, 4, 260, 4);
 FIELD(ga_optimizer, ns_preset, 268, 4, 264, 4);
 FIELD(ga_optimizer, cautious, 272, 4, 268, 4);
 FIELD(ga_optimizer, equilibrate, 276, 4, 272, 4);
+FIELD(ga_optimizer, average_power, 280, 8, 280, 8);
+FIELD(ga_optimizer, average_lr_power, 288, 8, 288, 8);
 
 SIZE(ga_config, 184, 144);
 FIELD(ga_config, struct_size, 0, 8, 0, 4);
@@ -383,6 +385,8 @@ VALUE(GA_OPTIMIZER_MUON, 14);
 VALUE(GA_OPTIMIZER_ADOPT, 15);
 VALUE(GA_OPTIMIZER_ADEMAMIX, 16);
 VALUE(GA_OPTIMIZER_ROWWISE_ADAGRAD, 17);
+VALUE(GA_OPTIMIZER_SCHEDULE_FREE_ADAMW, 18);
+VALUE(GA_OPTIMIZER_SCHEDULE_FREE_SGD, 19);
 
 VALUE(GA_FLAVOR_TORCH, 0);
 VALUE(GA_FLAVOR_KERAS, 1);

@@ -991,7 +991,7 @@ TEST(Fit, NumbersThatContradictEachOtherAreRefused) {
       {&plain, "w.grad_accum.window", 5, 2, "the window of \"w\""},
       {&plain, "w.grad_accum.partials", 2, 2, "the window of \"w\""},
       {&plain, "w.step", 0, -1, "w.step"},
-      {&nadam, "w.mu_product", 0, 1.5, "the product of betas of \"w\" was 1.5"},
+      {&nadam, "w.mu_product", 0, 1.5, "\"w.mu_product\" was 1.5"},
       {&plain, "gradaccum.window.micro_batches", 0, -1, "micro-batch 0 of its window"},
       {&plain, "gradaccum.window.micro_batches", 1, 0, "micro-batch 0 of its window"},
       {&plain, "gradaccum.window.micro_batches", 1, NAN, "micro-batch 0 of its window"},

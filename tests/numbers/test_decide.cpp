@@ -387,8 +387,8 @@ TEST(Plans, NeighboursDifferInAnything) {
        [&](Rank& r) {
          r.group_inputs[0].optimizer = optimizer(GA_OPTIMIZER_NADAM);
          for (ParamInput& p : r.param_inputs) p.op = op_of(GA_OPTIMIZER_NADAM);
-         for (ParamState& s : r.param_states) s.clock = {3, 0.75};
-         r.param_states[1].clock.product = 0.5;
+         for (ParamState& s : r.param_states) s.clock = {3, {0.75}};
+         r.param_states[1].clock.numbers[0] = 0.5;
        }},
       {"shape, in a layer-wise Op",
        [&](Rank& r) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Parameters computed by PyTorch, timm, pytorch_optimizer, torchrec and Keras, written by
-// oracle/make_vectors.py. The reference must agree with them to the last digits of float64, and the
+// Parameters computed by PyTorch, timm, pytorch_optimizer, schedulefree, torchrec and Keras,
+// written by oracle/make_vectors.py. The reference must agree with them to the last digits of float64, and the
 // library within the reference's bounds.
 #include "oracle/vectors.hpp"
 #include "support.hpp"

@@ -5,12 +5,12 @@ steps.
 
     python3 -m venv venv
     venv/bin/pip install torch==2.15.0 timm==1.0.31 keras==3.15.1 jax==0.10.2 \
-        pytorch_optimizer==4.1.0
+        pytorch_optimizer==4.1.0 schedulefree==1.4.1
     venv/bin/pip install --no-deps torchrec==1.9.2
     venv/bin/python make_vectors.py
 
-These are the versions that it was last run with. PyTorch, timm, pytorch_optimizer, torchrec and Keras (on
-JAX) compute in float64, each by its own code. Only what a case names is set, here and in the library: the rest are
+These are the versions that it was last run with. PyTorch, timm, pytorch_optimizer, schedulefree, torchrec
+and Keras (on JAX) compute in float64, each by its own code. Only what a case names is set, here and in the library: the rest are
 the defaults of both. test_vectors.cpp replays the file.
 """
 import importlib.metadata
@@ -25,6 +25,7 @@ import jax
 jax.config.update("jax_enable_x64", True)
 import keras
 import pytorch_optimizer
+import schedulefree
 import timm
 import timm.optim
 import torch
@@ -118,7 +119,8 @@ def run_keras(make, count):
 TORCH = {"alpha": "rho", "momentum_decay": "momentum_decay", "decoupled_weight_decay": "decoupled",
          "initial_accumulator_value": "initial_accumulator", "d": "clip_threshold",
          "trust_coeff": "trust_coefficient", "adjust_lr_fn": "adjust_lr",
-         "ns_coefficients": "ns_coefficients"}
+         "ns_coefficients": "ns_coefficients", "r": "average_power",
+         "weight_lr_power": "average_lr_power"}
 KERAS = {"learning_rate": "lr", "beta_1": "beta1", "beta_2": "beta2", "epsilon": "eps",
          "initial_accumulator_value": "initial_accumulator"}
 ADJUST = {"original": "GA_ADJUST_ORIGINAL", "match_rms_adamw": "GA_ADJUST_MATCH_RMS"}
@@ -147,6 +149,11 @@ def fields(options, names):
             yield name, value or 0.0
         else:
             yield names.get(name, name), value
+
+
+def trained(optimizer):
+    optimizer.train()
+    return optimizer
 
 
 def cases():
@@ -215,6 +222,15 @@ def cases():
     for options in ({}, dict(lr=0.05, initial_accumulator_value=0.3, eps=1e-3, maximize=True)):
         yield torch_case("ROWWISE_ADAGRAD", rowwise.RowWiseAdagrad, options)
 
+    for kind, optimizer, more in (
+            ("ADAMW", schedulefree.AdamWScheduleFree, dict(betas=(0.8, 0.95), eps=1e-3)),
+            ("SGD", schedulefree.SGDScheduleFree, dict(momentum=0.7))):
+        for options in ({}, dict(lr=0.05, r=1.5, weight_lr_power=1.0, weight_decay=0.1, **more)):
+            name, _, flavor, options, names, run, make = torch_case(kind, optimizer, options,
+                                                                    foreach=False)
+            yield (name, f"SCHEDULE_FREE_{kind}", flavor, options, names, run,
+                   lambda p, make=make: trained(make(p)))
+
     k = keras.optimizers
     for options in ({}, dict(momentum=0.9, weight_decay=0.1), dict(momentum=0.9, nesterov=True)):
         yield keras_case("SGD", k.SGD, options)
@@ -264,11 +280,11 @@ def listed(numbers, suffix=""):
 sys.stdout = open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "vectors.hpp"), "w")
 versions = (f"PyTorch {torch.__version__.split('+')[0]}, timm {timm.__version__}, "
             f"pytorch_optimizer {importlib.metadata.version('pytorch_optimizer')},\n"
-            f"// torchrec {importlib.metadata.version('torchrec')}")
+            f"// schedulefree {importlib.metadata.version('schedulefree')}, "
+            f"torchrec {importlib.metadata.version('torchrec')} and")
 print(f"""// SPDX-License-Identifier: Apache-2.0
 //
-// Written by make_vectors.py with {versions} and
-// Keras {keras.__version__} (JAX {jax.__version__}). Not to be edited.
+// Written by make_vectors.py with {versions} Keras {keras.__version__} (JAX {jax.__version__}). Not to be edited.
 #pragma once
 
 #include <vector>

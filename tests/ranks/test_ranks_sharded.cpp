@@ -43,6 +43,7 @@ struct Mix {
   int32_t kind = GA_OPTIMIZER_ADAMW;
   int32_t by_units = -1;  // ga_clip.when
   bool by_rows = false;   // units are rows, of a matrix
+  bool own = false;       // the average is the optimizer's own, and no EMA
 };
 class RanksShardedMix : public testing::TestWithParam<std::tuple<Mix, int32_t>> {};
 
@@ -72,7 +73,7 @@ TEST_P(RanksShardedMix, HasTheBitsOfWholeState) {
       ASSERT_OK(ga_ema_init(&ema, sizeof ema));
       ema.dtype = mix.average;
       ema.decay = 0.7;
-      ASSERT_OK(ga_context_set_ema(ctx, &ema));
+      ASSERT_OK(ga_context_set_ema(ctx, mix.own ? nullptr : &ema));
       ga_optimizer o = optimizer(mix.kind);
       o.lr = 0.02;
       o.state_dtype = mix.state;
@@ -161,7 +162,13 @@ const Mix kMixes[] = {
     {"state_by_rows", GA_BF16, GA_F32, 0, 0, GA_ROUND_NEAREST, GA_MASTER_F32,
      GA_OPTIMIZER_ROWWISE_ADAGRAD, -1, true},
     {"state_by_rows_by_rows", GA_BF16, GA_BF16, 0, GA_BF16, GA_ROUND_STOCHASTIC, GA_MASTER_NONE,
-     GA_OPTIMIZER_ROWWISE_ADAGRAD, GA_CLIP_WHEN_STEP, true}};
+     GA_OPTIMIZER_ROWWISE_ADAGRAD, GA_CLIP_WHEN_STEP, true},
+    {"schedule_free", GA_BF16, GA_F32, 0, 0, GA_ROUND_NEAREST, GA_MASTER_F32,
+     GA_OPTIMIZER_SCHEDULE_FREE_ADAMW, -1, false, true},
+    {"schedule_free_without_masters", GA_BF16, GA_F32, 0, 0, GA_ROUND_STOCHASTIC, GA_MASTER_NONE,
+     GA_OPTIMIZER_SCHEDULE_FREE_ADAMW, -1, false, true},
+    {"schedule_free_with_an_ema", GA_BF16, GA_F32, 0, 0, GA_ROUND_NEAREST, GA_MASTER_F32,
+     GA_OPTIMIZER_SCHEDULE_FREE_ADAMW}};
 
 INSTANTIATE_TEST_SUITE_P(All, RanksShardedMix,
                          testing::Combine(testing::ValuesIn(kMixes), testing::Values(1, 2, 3, 4)),

@@ -50,8 +50,7 @@ inline bool same(const Numbers& a, const Numbers& b) {
 inline bool same(const Grounds& a, const Grounds& b) {
   return a.go == b.go && a.actions == b.actions && same(a.raw, b.raw) && a.factor == b.factor &&
          a.lr == b.lr && a.weight_decay == b.weight_decay && a.average_gain == b.average_gain &&
-         a.clock.step == b.clock.step && a.clock.product == b.clock.product &&
-         a.copy_key == b.copy_key && a.state_key == b.state_key;
+         a.clock == b.clock && a.copy_key == b.copy_key && a.state_key == b.state_key;
 }
 
 class Predictor {

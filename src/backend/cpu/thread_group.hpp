@@ -85,7 +85,7 @@ class ThreadGroup {
     return p.group == q.group && p.op == q.op && p.f64 == q.f64 && p.by_units == q.by_units &&
            p.lr_scale == q.lr_scale && p.weight_decay_scale == q.weight_decay_scale &&
            weight_of(t, i) == weight_of(t, last_) && s.factor == t.param_states[last_].factor &&
-           s.clock.step == before_.step && s.clock.product == before_.product;
+           s.clock == before_;
   }
 
   int64_t last_ = -1;

@@ -43,8 +43,8 @@ struct ByPosition<TypeList<Op...>> {
   }
 };
 
-GA_HD void advance_clock(const ga_optimizer& o, Clock& clock) {
-  ByKind<Optimizers>::call(o.kind, [&](auto optimizer) { optimizer.advance(o, clock); });
+GA_HD void advance_clock(const ga_optimizer& o, Clock& clock, double lr) {
+  ByKind<Optimizers>::call(o.kind, [&](auto optimizer) { optimizer.advance(o, clock, lr); });
 }
 
 // ---- Clipping -----------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ GA_HD void plan_group(const ScalarTables& t, int64_t k) {
   if (!c.go) return;
   g.lr = in.schedule.rate(in.optimizer.lr, c.steps - 1);
   if (k == 0) c.result.lr = g.lr;
-  advance_clock(in.optimizer, g.clock);
+  advance_clock(in.optimizer, g.clock, g.lr);
 }
 
 GA_HD void clip_param(const ScalarTables& t, int64_t i) {
@@ -152,7 +152,7 @@ GA_COLD void plan_anew(const ScalarTables& t, int64_t i) {
   const ga_optimizer& o = t.group_inputs[p.group].optimizer;
   Clock& clock = t.param_states[i].clock;
   ParamPlan& plan = t.plans[i];
-  advance_clock(o, clock);
+  advance_clock(o, clock, t.group_states[p.group].lr);
   plan.raw = raw_numbers(t, t.control->mean, i);
   plan_gradient(t, i);
   if (p.op < 0) {

@@ -17,6 +17,7 @@ from . import _kinds
 from ._batch_norm import convert_batchnorm
 from ._kinds import Kind, WindowOptions
 from ._optimizer import Optimizer
+from ._schedule_free import AdamWScheduleFree, SGDScheduleFree
 from ._wrap import wrap
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Adam",
     "Adamax",
     "AdamW",
+    "AdamWScheduleFree",
     "AdEMAMix",
     "Adopt",
     "convert_batchnorm",
@@ -40,6 +42,7 @@ __all__ = [
     "RMSprop",
     "RowWiseAdagrad",
     "SGD",
+    "SGDScheduleFree",
     "SparseAdam",
     "WindowOptions",
     "wrap",

@@ -9,15 +9,17 @@ from typing import Any, TypedDict
 
 import torch
 
-from .. import Clip, Config, Ema, LossScaler, ParamOptions
+from .. import Clip, Config, Ema, LossScaler, ParamOptions, Schedule
 from .. import Optimizer as Settings
-from ..enums import AdjustLr, Equilibrate, Flavor, NewtonSchulzPreset, OptimizerKind, Precision
+from ..enums import AdjustLr, Equilibrate, Flavor, NewtonSchulzPreset, OptimizerKind, Precision, ScheduleKind
 
 # Where torch or the packages that users know have another name than the library's.
 _RENAMED = {
     "initial_accumulator_value": "initial_accumulator",
     "decoupled_weight_decay": "decoupled",
     "d": "clip_threshold",
+    "r": "average_power",
+    "weight_lr_power": "average_lr_power",
 }
 _CHOICES: dict[str, tuple[str, dict[Any, Any]]] = {
     "adjust_lr_fn": (
@@ -36,7 +38,9 @@ _CHOICES: dict[str, tuple[str, dict[Any, Any]]] = {
         },
     ),
 }  # fmt: skip
-OURS: dict[str, Any] = {"ns_precision": "f32", "cautious": False, "beta2": 0.0, "equilibrate": None}
+OURS: dict[str, Any] = {
+    "ns_precision": "f32", "cautious": False, "beta2": 0.0, "equilibrate": None, "maximize": False,
+}  # fmt: skip
 """Keys that groups of torch's own optimizers lack, and what that means."""
 
 
@@ -84,6 +88,8 @@ class Kind:
         fields: dict[str, Any] = {}
         for key in self.keys:
             value = _plain(_of(group, key))
+            if key == "warmup_steps":
+                continue  # schedule() has it
             if key == "betas":
                 fields.update(zip(("beta1", "beta2", "beta3"), value, strict=False))
             elif key == "eps" and isinstance(value, tuple):  # Adafactor
@@ -102,6 +108,11 @@ class Kind:
             else:
                 fields[_RENAMED.get(key, key)] = value
         return Settings(self.optimizer, self.flavor, **fields)
+
+    def schedule(self, group: Mapping[str, Any]) -> Schedule | None:
+        """The schedule of a group, of which the learning rate in ``param_groups`` is the peak."""
+        steps = int(group.get("warmup_steps", 0)) if "warmup_steps" in self.keys else 0
+        return Schedule(ScheduleKind.CONSTANT, warmup_steps=steps) if steps > 0 else None
 
 
 def _newton_schulz(value: Any) -> dict[str, Any]:
@@ -180,9 +191,13 @@ ROWWISE_ADAGRAD = Kind(
     by_shape=True,
 )  # fmt: skip
 
+_AVERAGED = ("lr", "weight_decay", "warmup_steps", "r", "weight_lr_power", "maximize")
+SCHEDULE_FREE_ADAMW = Kind(OptimizerKind.SCHEDULE_FREE_ADAMW, (*_AVERAGED, "betas", "eps"))
+SCHEDULE_FREE_SGD = Kind(OptimizerKind.SCHEDULE_FREE_SGD, (*_AVERAGED, "momentum"))
+
 KINDS = (
     SGD, ADAM, ADAMW, SPARSE_ADAM, ADAGRAD, ADADELTA, ADAMAX, NADAM, RADAM, RMSPROP, ADAFACTOR, MUON, LION, LAMB,
-    LARS, ADOPT, ADEMAMIX, ROWWISE_ADAGRAD,
+    LARS, ADOPT, ADEMAMIX, ROWWISE_ADAGRAD, SCHEDULE_FREE_ADAMW, SCHEDULE_FREE_SGD,
 )  # fmt: skip
 
 

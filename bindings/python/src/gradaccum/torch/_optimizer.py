@@ -32,7 +32,7 @@ from ._state import State, refuse
 from ._state_dict import from_torch, take_from_torch, to_torch
 from ._streams import streams_of
 
-_KEY = "gradaccum"  # of a state dictionary: all that the library keeps
+KEY = "gradaccum"  # of a state dictionary: all that the library keeps
 # Of Config, what may differ between ranks.
 _OF_ONE_RANK = {"device_ordinal", "stream", "num_threads", "log", "on_param_done"}
 # Of an implementation, which torch's own optimizers look for in a group that they load.
@@ -558,7 +558,7 @@ class Optimizer(torch.optim.Optimizer):
             packed = super().state_dict()
         finally:
             self._packed_state = None
-        packed[_KEY] = {"header": header, "arrays": arrays}
+        packed[KEY] = {"header": header, "arrays": arrays}
         return packed
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -591,9 +591,9 @@ class Optimizer(torch.optim.Optimizer):
                 group.clear()
                 group.update(loaded)
             self.param_groups = groups  # the same dictionaries, which a scheduler may hold
-            if _KEY in state_dict:
-                arrays = dict(state_dict[_KEY]["arrays"])
-                header = bytes(state_dict[_KEY]["header"].cpu().numpy())
+            if KEY in state_dict:
+                arrays = dict(state_dict[KEY]["arrays"])
+                header = bytes(state_dict[KEY]["header"].cpu().numpy())
                 take_from_torch(arrays, state_file.entries(header), state, self._parameters.slots)
                 data = state_file.join(header, arrays)
                 options = StateOptions(parts=StateParts.LIBRARY, settings=Settings.KEEP)

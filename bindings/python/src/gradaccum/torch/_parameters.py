@@ -59,6 +59,8 @@ class Parameters:
             f"param{len(self.slots) + i}" for i in range(len(group["params"]))
         ]
         own_group = context.add_group(self._kind.settings(group))
+        if (schedule := self._kind.schedule(group)) is not None:
+            own_group.set_schedule(schedule)
         rows = Rows(group.get("rows", Rows.NONE))
         if "rows" in group:
             group["rows"] = int(rows)  # what torch.load takes without further ado
@@ -191,6 +193,8 @@ class Parameters:
             values = self._kind.values(group)
             if values != self._known[i]:
                 self._groups[i].optimizer = self._kind.settings(group)
+                if "warmup_steps" in self._kind.keys:
+                    self._groups[i].set_schedule(self._kind.schedule(group))
                 self._known[i] = values
 
     def written(self, slots: list[Slot]) -> None:
