@@ -181,6 +181,47 @@ def test_a_loss_scale_that_overflows(task: Task) -> None:
     assert int(model.optimizer.iterations) == 1
 
 
+MUON: dict[str, Any] = {
+    "Muon": lambda: O.Muon(0.02),
+    "Muon with others": lambda: O.Muon(
+        0.02, exclude_layers=["last"], rms_rate=0.5, momentum=0.8, weight_decay=0.1, adam_weight_decay=0.2,
+        adam_lr_ratio=0.25, ns_steps=3, muon_a=2.0, muon_b=-1.5, muon_c=0.5,
+    ),
+    "Muon as it is": lambda: O.Muon(0.05, rms_rate=None, nesterov=False, weight_decay=None, adam_weight_decay=None),
+    "Muon clipped": lambda: O.Muon(O.schedules.ExponentialDecay(0.05, 2, 0.5), global_clipnorm=0.02),
+}  # fmt: skip
+
+
+def with_names(task: Task) -> Any:
+    """In f32, which matrices of Muon have."""
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("float32")
+    return task.model(
+        lambda: [
+            keras.layers.Dense(7, activation="tanh"), keras.layers.Dense(5, activation="tanh", name="wide_embedding"),
+            keras.layers.Dense(5, activation="tanh"), keras.layers.Dense(3, name="last"),
+        ]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MUON)
+def test_muon_and_adam_beside_it(task: Task, case: str) -> None:
+    reference, model = with_names(task), gk.wrap(with_names(task), PARTS)
+    reference.compile(MUON[case](), "mse")
+    model.compile(MUON[case](), "mse")
+    whole(task, reference)
+    parts(task, model)
+    assert distance(reference, with_names(task)) > 0.02
+    assert distance(reference, model) < 2e-4  # iterations in f32 magnify its rounding
+
+
+def test_muon_takes_no_doubles(task: Task) -> None:
+    model = gk.wrap(task.model(), PARTS)
+    model.compile(O.Muon(), "mse")
+    with pytest.raises(Exception, match="Muon"):
+        parts(task, model)
+
+
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_mixed_precision(task: Task, policy: str) -> None:
     models = []
@@ -201,7 +242,8 @@ def test_mixed_precision(task: Task, policy: str) -> None:
 
 def test_what_the_library_has_not() -> None:
     for optimizer, name in (
-        (O.Ftrl(), "Ftrl"), (O.Adafactor(), "Adafactor"), (O.Muon(), "Muon"),
+        (O.Ftrl(), "Ftrl"), (O.Adafactor(), "Adafactor"), (O.Muon(rms_rate=0.0), "rms_rate"),
+        (O.Muon(adam_lr_ratio=0.0), "adam_lr_ratio"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=name):
             gk.GradientAccumulateOptimizer(optimizer)

@@ -67,8 +67,8 @@ class Accumulation:
         self._slots: dict[int, int] = {}  # of each variable by its id, the place in variables
         self._shared: list[Shared] = []
         self._params: list[Param] = []
-        self._group: Group | None = None
-        self._known: tuple[Any, ...] = ()  # the hyper-parameters that the library has
+        self._groups: list[Group] = []  # of kind.kinds()
+        self._known: list[tuple[Any, ...]] = []  # the hyper-parameters that they have
         self._norms: dict[Any, tuple[BatchNorm, Any, Any]] = {}  # with what the moving statistics held last
         self._ratios: list[float] = []  # of the divisors of the window's first micro-batch
         self.is_empty = True  # whether the window is
@@ -124,14 +124,16 @@ class Accumulation:
         if self.optimizer.use_ema:
             context.set_ema(Ema(decay=self.optimizer.ema_momentum))
         on = backend()
-        self._group = context.add_group(self.kind.settings(self.optimizer))
-        self._known = self.kind.values(self.optimizer)
+        kinds = self.kind.kinds()
+        self._groups = [context.add_group(kind.settings(self.optimizer)) for kind in kinds]
+        self._known = [kind.values(self.optimizer) for kind in kinds]
         self._shared, self._params = [], []
         for index, variable in enumerate(self.variables):
             if self.optimizer._overwrite_variable_with_gradient(variable):
                 raise ValueError(f'variable "{variable.path}" is overwritten with its gradient (float8)')
             shared = Shared(variable, on, values)
-            param = context.add_param(self._group, f"{_NAME}{index}", shared.data)
+            group = self._groups[self.kind.group_of(self.optimizer, variable)]
+            param = context.add_param(group, f"{_NAME}{index}", shared.data)
             if not self.optimizer._use_weight_decay(variable):
                 param.set_weight_decay_scale(0.0)
             self._shared.append(shared)
@@ -314,12 +316,12 @@ class Accumulation:
     def step(self, values: Variables) -> StepResult:
         """Ends the window, and hands its result to Keras."""
         context = self.settle(values)
-        assert self._group is not None
         self._pull(values, between=False)
-        known = self.kind.values(self.optimizer)
-        if known != self._known:
-            self._group.optimizer = self.kind.settings(self.optimizer)
-            self._known = known
+        for index, kind in enumerate(self.kind.kinds()):
+            known = kind.values(self.optimizer)
+            if known != self._known[index]:
+                self._groups[index].optimizer = kind.settings(self.optimizer)
+                self._known[index] = known
         result = self.result = context.step()
         if result.applied:
             self._hand_over(context, values)
@@ -415,12 +417,13 @@ class Accumulation:
             if entry.index < 0:
                 plain.append(self._number(entry.slot))
                 continue
-            name = f"{self._params[entry.index].name}.{self.kind.state_name(entry.slot)}"
+            name, factor = self._state_of(entry)
             variable = self.variables[entry.index]
             dtype = keras.backend.standardize_dtype(variable.dtype)
             if name in arrays:
                 taken.add(name)
-                plain.append(arrays[name].reshape(variable.shape).astype(np.dtype(dtype)))
+                array = arrays[name] if factor == 1 else arrays[name] * np.float64(factor)
+                plain.append(array.reshape(variable.shape).astype(np.dtype(dtype)))
             else:
                 plain.append(np.zeros(variable.shape, np.dtype(dtype)))
         # Slots of 16 bits are kept in the file of the library too, which has more of them.
@@ -431,8 +434,22 @@ class Accumulation:
 
     def _is_exact(self, name: str) -> bool:
         """Whether Keras' own array of a state has all that the library has."""
-        index = int(name.partition(".")[0].removeprefix(_NAME))
-        return keras.backend.standardize_dtype(self.variables[index].dtype) in ("float32", "float64")
+        owner, _, state = name.partition(".")
+        variable = self.variables[int(owner.removeprefix(_NAME))]
+        kind = self._kind_of(variable)
+        scaled = any(kind.factor(self.optimizer, slot) != 1 for slot, own in kind.slots.items() if own == state)
+        return not scaled and keras.backend.standardize_dtype(variable.dtype) in ("float32", "float64")
+
+    def _kind_of(self, variable: Any) -> _kinds.Kind:
+        return self.kind.kinds()[self.kind.group_of(self.optimizer, variable)]
+
+    def _state_of(self, entry: _kinds.Entry) -> tuple[str, float]:
+        """The library's name of a slot, and what its array is multiplied by in Keras."""
+        kind = self._kind_of(self.variables[entry.index])
+        return (
+            f"{self._params[entry.index].name}.{kind.state_name(entry.slot)}",
+            kind.factor(self.optimizer, entry.slot),
+        )
 
     def _number(self, slot: str) -> Any:
         steps = int(keras.ops.convert_to_numpy(self.optimizer._iterations))
@@ -473,8 +490,9 @@ class Accumulation:
         arrays = {}
         for entry, value in zip(self.variables_of_keras(), pending.get("plain", ()), strict=False):
             if entry.index >= 0:
-                name = f"{self._params[entry.index].name}.{self.kind.state_name(entry.slot)}"
-                arrays[name] = np.asarray(value)
+                name, factor = self._state_of(entry)
+                array = np.asarray(value)
+                arrays[name] = array if factor == 1 else (array / np.float64(factor)).astype(array.dtype)
         if "head" in pending:
             data = _join(pending["head"], arrays, pending["rest"], self._is_exact)
             context.load(data, StateOptions(parts=StateParts.LIBRARY, settings=Settings.KEEP))

@@ -6,12 +6,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .. import Clip, ClipScope, Flavor, OptimizerKind
+from .. import AdjustLr, Clip, ClipScope, Flavor, OptimizerKind
 from .. import Optimizer as Settings
 from ._private import keras
 
 # Where Keras has another name than the library's.
 _RENAMED = {
+    "adam_beta_1": "beta1", "adam_beta_2": "beta2",
     "beta_1": "beta1", "beta_2": "beta2", "epsilon": "eps", "initial_accumulator_value": "initial_accumulator",
 }  # fmt: skip
 AVERAGE = "average"  # Keras' name of the moving average of a variable
@@ -27,6 +28,18 @@ class Kind:
     """Attributes of Keras' optimizer that are hyper-parameters."""
     slots: dict[str, str]
     """Keras' names of its state, with the library's."""
+
+    def kinds(self) -> tuple[Kind, ...]:
+        """A kind for each group that the variables are shared out to."""
+        return (self,)
+
+    def group_of(self, optimizer: Any, variable: Any) -> int:
+        """Which of these a variable belongs to."""
+        return 0
+
+    def factor(self, optimizer: Any, slot: str) -> float:
+        """What the library's array of a slot is multiplied by in Keras."""
+        return 1.0
 
     def values(self, optimizer: Any) -> tuple[Any, ...]:
         """The hyper-parameters that an optimizer has now, to see whether one has changed."""
@@ -44,6 +57,36 @@ class Kind:
         return "ema" if slot == AVERAGE else self.slots[slot]
 
 
+class _Muon(Kind):
+    """Muon for the matrices that Keras leaves to it, and Adam beside it for the other variables."""
+
+    def kinds(self) -> tuple[Kind, ...]:
+        return (self, _ADAM_OF_MUON)
+
+    def group_of(self, optimizer: Any, variable: Any) -> int:
+        return int(optimizer._should_use_adamw(variable))
+
+    def factor(self, optimizer: Any, slot: str) -> float:
+        return 1.0 / (1.0 - optimizer.momentum) if slot == "momentum" else 1.0
+
+    def settings(self, optimizer: Any) -> Settings:
+        lr, weight_decay, *own = self.values(optimizer)
+        momentum, nesterov, ns_steps, a, b, c, rate = own
+        adjust = AdjustLr.NONE if rate is None else AdjustLr.MATCH_RMS
+        times = 1.0 if rate is None else rate / 0.2  # of the step alone, not of the decay
+        return Settings(
+            self.optimizer, Flavor.TORCH, lr=lr * times, weight_decay=weight_decay / times, momentum=momentum,
+            nesterov=nesterov, ns_steps=ns_steps, ns_coefficients=(a, b, c), adjust_lr=adjust,
+        )  # fmt: skip
+
+
+class _AdamOfMuon(Kind):
+    def values(self, optimizer: Any) -> tuple[Any, ...]:
+        own = [getattr(optimizer, name) for name in self.fields]
+        ratio = optimizer.adam_lr_ratio  # of the step alone, not of the decay
+        return (learning_rate(optimizer) * ratio, (optimizer.adam_weight_decay or 0.0) / ratio, *own)
+
+
 _MOMENTS = {"momentum": "exp_avg", "velocity": "exp_avg_sq"}
 _ADAM = Kind(
     OptimizerKind.ADAM,
@@ -51,6 +94,7 @@ _ADAM = Kind(
     {**_MOMENTS, "velocity_hat": "max_exp_avg_sq"},
 )
 _BETAS = ("beta_1", "beta_2", "epsilon")
+_ADAM_OF_MUON = _AdamOfMuon(OptimizerKind.ADAM, ("adam_beta_1", "adam_beta_2", "epsilon"), _MOMENTS)
 
 KINDS = {
     "SGD": Kind(OptimizerKind.SGD, ("momentum", "nesterov"), {"momentum": "momentum_buffer"}),
@@ -69,6 +113,10 @@ KINDS = {
     ),
     "Lion": Kind(OptimizerKind.LION, ("beta_1", "beta_2"), {"momentum": "exp_avg"}),
     "Lamb": Kind(OptimizerKind.LAMB, _BETAS, _MOMENTS),
+    "Muon": _Muon(
+        OptimizerKind.MUON, ("momentum", "nesterov", "ns_steps", "muon_a", "muon_b", "muon_c", "rms_rate"),
+        {"momentum": "momentum_buffer"},
+    ),
 }  # fmt: skip
 
 
@@ -86,6 +134,10 @@ def kind_of(optimizer: Any) -> Kind:
             f"the {of.__name__} accumulates by gradient_accumulation_steps="
             f"{optimizer.gradient_accumulation_steps} itself: leave that out, and give accum_steps here"
         )
+    for name in ("rms_rate", "adam_lr_ratio"):
+        value = getattr(optimizer, name, 1)
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} of the {of.__name__} was {value}, expected a number above 0")
     return kind
 
 
@@ -130,6 +182,8 @@ def layout(optimizer: Any, variables: list[Any]) -> list[Entry]:
         )
         places[f"variable{index}"] = index
         stand_ins.append(stand_in)
+    if hasattr(twin, "_should_use_adamw"):  # which goes by names of layers
+        twin._should_use_adamw = lambda one: optimizer._should_use_adamw(variables[places[one.name]])
     twin.build(stand_ins)
     entries = []
     for variable in twin.variables:
