@@ -152,11 +152,20 @@ enum {
 /* What each rank keeps of optimizer state, master weights and EMA. */
 typedef int32_t ga_shard;
 enum {
-  GA_SHARD_NONE = 0,     /* all of it */
-  GA_SHARD_OPTIMIZER = 1 /* a part of about 1 / ranks: the rank updates that part of the
-                            parameters and gets the others' (ZeRO-1, Rajbhandari et al. 2020).
-                            Calls that read or write state are then made by every rank in the
-                            same order, see ga_context_set_comm */
+  GA_SHARD_NONE = 0,      /* all of it */
+  GA_SHARD_OPTIMIZER = 1, /* a part of about 1 / ranks: the rank updates that part of the
+                             parameters and gets the others' (ZeRO-1, Rajbhandari et al. 2020).
+                             Calls that read or write state are then made by every rank in the
+                             same order, see ga_context_set_comm */
+  GA_SHARD_PARAMETERS = 2 /* all of its own parameters, which are others, or other parts, than
+                             those of other ranks; see "Parameters of ranks of their own" */
+};
+
+/* How the program has reduced gradients, under GA_SHARD_PARAMETERS. */
+typedef int32_t ga_reduced;
+enum {
+  GA_REDUCED_MEAN = 0, /* the mean over data_ranks ranks, as by FSDP and DDP */
+  GA_REDUCED_SUM = 1   /* the sum */
 };
 
 /* Who adds gradients up. Maxima are always taken by the library. */
@@ -191,6 +200,12 @@ typedef struct ga_comm_options {
                           with MPI_THREAD_MULTIPLE, ga_step exchanges all, with the same bits;
                           default 0 */
   int32_t reserved;    /* 0 */
+  ga_reduced reduced;  /* GA_SHARD_PARAMETERS: what gradients are; default GA_REDUCED_MEAN */
+  int32_t data_ranks;  /* GA_SHARD_PARAMETERS: over how many ranks, with samples of their own each,
+                          the program reduces a gradient; a divisor of the number of ranks;
+                          default 0: all of them */
+  int32_t data_rank;   /* GA_SHARD_PARAMETERS: which of these samples are this rank's, in
+                          [0, data_ranks); default -1: rank modulo data_ranks */
 } ga_comm_options;
 
 /* Writes the defaults. */
@@ -224,6 +239,44 @@ GA_API ga_status ga_comm_options_init(ga_comm_options* out, size_t struct_size);
    too late to shard. GA_ERROR_COMMUNICATION: ranks differ, or did not come. */
 GA_API ga_status ga_context_set_comm(ga_context* ctx, ga_comm* comm,
                                      const ga_comm_options* options);
+
+/* ---- Parameters of ranks of their own -------------------------------------------------------- */
+
+/* Needed where a framework shards the model itself: FSDP and ZeRO-3, tensor parallelism, experts. With
+   GA_SHARD_PARAMETERS each rank's context has what this rank has of the parameters, and gradients come
+   reduced by the framework. A window is then clipped by norms over all ranks, skipped and counted as
+   that of one process would be, for which each rank's ga_step sends one message of 96 bytes and 56 for
+   each group.
+
+   Losses are multiplied by their weight before backward: a rank whose micro-batch is b samples gives
+   ga_accumulate the gradient of b times its mean loss, and the weight b, with
+   ga_config.gradient_kind = GA_GRADIENT_SUM. What the framework has made the mean over data_ranks ranks
+   of, ga_step multiplies by data_ranks again, and divides by the sum of all weights. Weights may differ
+   between ranks; one of 0 brings a gradient, too, which is that of the others. Ranks with the same
+   samples (the same data_rank, as in tensor parallelism) give the same weights.
+
+   The squares of a norm are added by a sum whose bits depend neither on the order nor on which rank has
+   which part (binned, Demmel & Nguyen 2015). So parameters are those of one process in this mode, to the
+   bit, if the reduced gradients are the same; a context without a communicator comes to a norm that may
+   differ in the last digits.
+
+   A parameter that a rank has a part of is added in the shape of the part, under the name of the whole;
+   ga_param_set_part says where it lies. Parts of a name make up the whole, and do not overlap.
+
+   On the CPU. Not with clipping by value, of units or of micro-batches, GA_ROWS, GA_REDUCE_MAX,
+   GA_NONFINITE_DROP_MICRO, GA_ACCUMULATE_RUNNING_MEAN, noise_scale, eager, layers with batch
+   normalisation, or max_grad_norm of LAMB: GA_ERROR_UNSUPPORTED, on all ranks. GA_CLIP_PER_TENSOR and
+   optimizers that need whole tensors (LAMB, LARS, ADAFACTOR, MUON, ROWWISE_ADAGRAD) are for parameters
+   that are not cut. Each rank saves and loads its own parameters, at a path of its own. */
+
+/* Where the elements of a parameter lie in the whole, [first, first + shape) of each axis.
+   whole_shape, first: [rank] numbers, copied; may be NULL if rank is 0. copies: ranks that have the
+   same part, >= 1, the lowest of which counts its squares. Without a call: all of the parameter, and no
+   other rank has it. Between windows, on every rank. GA_ERROR_INVALID_ARGUMENT: the part is not within the
+   whole. Ranks that leave holes or overlap are GA_ERROR_COMMUNICATION in ga_context_set_comm, or in the
+   next ga_step. */
+GA_API ga_status ga_param_set_part(ga_context* ctx, ga_param param, const int64_t* whole_shape,
+                                   const int64_t* first, int32_t copies);
 
 #ifdef __cplusplus
 }

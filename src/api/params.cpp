@@ -158,6 +158,14 @@ ga_status ga_param_set_weight_decay_scale(ga_context* ctx, ga_param param,
   });
 }
 
+ga_status ga_param_set_part(ga_context* ctx, ga_param param, const int64_t* whole_shape,
+                            const int64_t* first, int32_t copies) {
+  return on(ctx, [&] {
+    ctx->note("param", param);
+    ctx->parameters->set_part(param, whole_shape, first, copies);
+  });
+}
+
 ga_status ga_param_remove(ga_context* ctx, ga_param param) {
   return on(ctx, [&] {
     ctx->note("param", param);

@@ -116,6 +116,7 @@ ga_status ga_save(ga_context* ctx, const char* path, const ga_state_options* opt
     const ga_state_options o = read_state_options(options);
     const std::string call = call_of("ga_save", o);
     ctx->model.ranks->on_all_ranks(call.c_str(), true, [&](const ga::Ranks::Ready& ready) {
+      ctx->model.ranks->check_paths("ga_save", path);
       ga::Checkpoint checkpoint(ctx->stages, o, "ga_save");
       checkpoint.gather(ready);
       if (ctx->model.ranks->rank() != 0) return checkpoint.save({}, ready);

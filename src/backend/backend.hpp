@@ -103,6 +103,7 @@ class DeviceWork {
 class HostWork {
  public:
   virtual int64_t cache_bytes() const = 0;  // of the last-level cache
+  virtual void sum_binned(Span<const BinnedTask> tasks) = 0;
   // Both after decide(). last: no other parameters follow. settle_units, after clip_units: computes norms and clip
   // factors again. update_by_units, for shared patterns, where no unit lies in two pieces: clips, updates and settles
   // in one reading.

@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "numbers/binned.hpp"
 #include "numbers/control.hpp"
 #include "numbers/cut.hpp"
 #include "numbers/units.hpp"
@@ -210,6 +211,18 @@ struct NormTask {
   bool f64;
   int64_t count;
   Partial* partials;
+};
+
+// parts[chunk] <- the binned sum of squares of the source, and whether some element is infinite or NaN. On the CPU alone.
+struct BinnedPart {
+  BinnedSum sum;
+  int64_t nonfinite = 0;
+};
+struct BinnedTask {
+  Source source;
+  bool f64;
+  int64_t count;
+  BinnedPart* parts;
 };
 
 // Over all units of a parameter: squares of the clipped gradient, and the smallest factor.

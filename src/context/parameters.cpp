@@ -280,6 +280,30 @@ void Parameters::set_scale(ga_param id, const char* name, double Tensor::*which,
   stages_.writer.write_scales(static_cast<size_t>(id));
 }
 
+void Parameters::set_part(ga_param id, const int64_t* whole, const int64_t* first, int32_t copies) {
+  model_.window.check_empty("ga_param_set_part");
+  model_.params.get(id);
+  Tensor& t = model_.params.tensor(id);
+  const Subject of = model_.params.subject(id);
+  const size_t rank = t.shape.size();
+  if (rank > 0 && (!whole || !first))
+    of.fail(GA_ERROR_INVALID_ARGUMENT, "%s was NULL", whole ? "first" : "whole_shape");
+  if (copies < 1) of.fail(GA_ERROR_INVALID_ARGUMENT, "copies was %d, expected at least 1", copies);
+  for (size_t axis = 0; axis < rank; ++axis)
+    if (first[axis] < 0 || whole[axis] < t.shape[axis] || first[axis] > whole[axis] - t.shape[axis])
+      of.fail(GA_ERROR_INVALID_ARGUMENT,
+              "its elements [%lld, %lld) of axis %zu are not among those of the whole, [0, %lld)",
+              ll(first[axis]), ll(first[axis] + t.shape[axis]), axis, ll(whole[axis]));
+  Part part;
+  part.copies = copies;
+  if (rank > 0) {
+    part.whole.assign(whole, whole + rank);
+    part.first.assign(first, first + rank);
+  }
+  t.part = std::move(part);
+  stages_.writer.settings_changed(true);
+}
+
 void Parameters::remove(ga_param id) {
   model_.window.check_empty("ga_param_remove");
   Param& p = model_.params.get(id);

@@ -18,6 +18,8 @@ class Parameters {
   void set_group_frozen(ga_group group, bool frozen);
   // which: lr_scale or weight_decay_scale, and that name.
   void set_scale(ga_param param, const char* name, double Tensor::*which, double scale);
+  // whole, first: [rank] numbers.
+  void set_part(ga_param param, const int64_t* whole, const int64_t* first, int32_t copies);
   void remove(ga_param param);
 
  private:

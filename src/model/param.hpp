@@ -196,6 +196,14 @@ struct Units {
   UnitTotals* totals = nullptr;
 };
 
+// Where a parameter lies in one that several ranks have in parts.
+struct Part {
+  std::vector<int64_t> whole,
+      first;           // its shape, and where this part begins; empty: this is the whole
+  int32_t copies = 1;  // ranks that have the same part
+  bool is_cut(const std::vector<int64_t>& shape) const { return !whole.empty() && whole != shape; }
+};
+
 // What few passes need of a parameter.
 struct Tensor {
   const char* name;  // a key of ParamList::names_
@@ -204,6 +212,7 @@ struct Tensor {
   int64_t rows;  // shape[0]
   Cut cut;       // of a tensor of rank 2, or with ga_param_options.cut_matrices
   double lr_scale = 1, weight_decay_scale = 1;
+  Part part;
   bool removed = false;
   int32_t key = 0;        // its number in the keys of random bits, which no other has or had
   size_t made_by = 0;     // of the calls that made arrays, the one that made its own

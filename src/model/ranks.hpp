@@ -29,6 +29,11 @@ class Ranks {
   // Whether windows end on a device, whose host waits for nothing but a transport that needs it: then every rank
   // exchanges the gradients of all parameters that are not frozen.
   virtual bool on_device() const { return false; }
+  // Whether each rank has parameters of its own, GA_SHARD_PARAMETERS: gradients arrive weighted and reduced, norms over
+  // groups are of all ranks, and Control has them before the decision. And over how many ranks the program has taken the
+  // mean of what was to be a sum.
+  virtual bool has_own_parameters() const { return false; }
+  virtual double reduced_over() const { return 1; }
   virtual int64_t bytes() const { return 0; }  // of buffers
   // Whether waits for a device look after what is exchanged. Of a context's exchanges one at a time may.
   virtual void watch(bool on) { (void)on; }
@@ -125,6 +130,8 @@ class Ranks {
     (void)what, (void)by_one;
     work([] {});
   }
+  // In such a call: throws on all ranks if several would write to that path.
+  virtual void check_paths(const char* what, const char* path) { (void)what, (void)path; }
   // In such a call: whether the window of any rank was not empty when it began.
   virtual bool has_open_window() const { return false; }
   // And ga_step_result.dropped_micros of the last window, by rank.

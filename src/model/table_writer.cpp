@@ -35,6 +35,8 @@ void TableWriter::write_settings() {
   s.clips = model_.params.clip.scope != GA_CLIP_NONE;
   for (const Group& g : model_.params.groups)
     s.clips = s.clips || model_.params.clip_of(g).scope != GA_CLIP_NONE;
+  s.norms_given = model_.ranks->has_own_parameters();
+  s.reduced_over = model_.ranks->reduced_over();
   s.bounded = -1;
   for (const Group& g : model_.params.groups)
     if (g.info->limits_norm && g.optimizer.max_grad_norm > 0) s.bounded = g.optimizer.kind;
@@ -407,8 +409,8 @@ void TableWriter::send_moved() {
 bool TableWriter::norm_wanted(ga_param id) const {
   const Param& p = model_.params[id];
   const ga_clip& clip = model_.params.clip_of(p);
-  if (clip.when == GA_CLIP_WHEN_STEP &&
-      (clip.scope == GA_CLIP_GLOBAL || clip.scope == GA_CLIP_PER_TENSOR))
+  const bool of_groups = clip.scope == GA_CLIP_GLOBAL && !model_.ranks->has_own_parameters();
+  if (clip.when == GA_CLIP_WHEN_STEP && (of_groups || clip.scope == GA_CLIP_PER_TENSOR))
     return true;
   const int op = model_.params.op_of(p);
   return (op >= 0 && op_info(op).reads_gradient_norm) ||
@@ -419,8 +421,10 @@ bool TableWriter::norm_wanted(ga_param id) const {
 // tables say that it is not known.
 bool TableWriter::needs_norm(size_t i) {
   const Param& p = model_.params[i];
-  const bool checked = model_.config.nonfinite != GA_NONFINITE_IGNORE;
-  const bool measured = model_.config.measure_norm != 0 || model_.config.noise_scale != 0;
+  const bool given = model_.ranks->has_own_parameters();
+  const bool checked = !given && model_.config.nonfinite != GA_NONFINITE_IGNORE;
+  const bool measured =
+      !given && (model_.config.measure_norm != 0 || model_.config.noise_scale != 0);
   const bool unknown = (p.held() == Held::kBorrowed && !p.window.lent) || p.window.stale;
   const bool due = unknown || model_.tables.param_inputs[i].clamped;
   const bool wanted = due && (checked || (measured && is_sum(p.reduction)) ||

@@ -65,9 +65,11 @@ struct Settings {
   bool scaled;        // the context has a loss scaler
   bool noise;         // the noise scale is estimated
   bool clips;         // some clipping is by a norm of the reduced gradient
-  int32_t bounded;    // the ga_optimizer_kind whose groups share a max_grad_norm; -1: none
-  int32_t reserved;
-  double loss_scale;  // without a loss scaler
+  bool
+      norms_given;  // Control and GroupState have norms and the first nonfinite gradient before the decision
+  int32_t bounded;      // the ga_optimizer_kind whose groups share a max_grad_norm; -1: none
+  double reduced_over;  // of how many ranks gradients are means where they should be sums; 0: 1
+  double loss_scale;    // without a loss scaler
   double noise_smoothing;
   uint64_t seed;
   ga_loss_scaler scaler;
@@ -272,6 +274,12 @@ struct WindowTotals {
   bool reduced;
   bool discards;  // this rank discards the window
 };
+
+// What the sum of a window's gradients is multiplied by.
+GA_HD double mean_of(const Settings& set, double weight) {
+  const double sum = set.reduced_over > 0 ? set.reduced_over : 1;
+  return set.reduce == GA_REDUCE_MEAN ? sum / weight : sum;
+}
 
 // What this rank brings to the window, as far as it knows.
 GA_HD WindowSums brought_by(const Settings& set, const Control& c, const WindowTotals& w) {

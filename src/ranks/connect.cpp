@@ -6,6 +6,7 @@
 #include "model/model.hpp"
 #include "model/table_writer.hpp"
 #include "ranks/exchange.hpp"
+#include "ranks/own_parameters.hpp"
 
 namespace ga {
 
@@ -43,10 +44,16 @@ void connect(const Stages& stages, RankState& state, std::shared_ptr<Comm> comm,
   model.ranks->watch(false);
   if (comm) {
     try {
-      auto exchange = std::make_unique<Exchange>(stages, state, std::move(comm), options);
-      exchange->watch(true);
-      exchange->agree();
-      next = std::move(exchange);
+      if (options.shard == GA_SHARD_PARAMETERS) {
+        auto own = std::make_unique<OwnParameters>(stages, state, std::move(comm), options);
+        own->agree();
+        next = std::move(own);
+      } else {
+        auto exchange = std::make_unique<Exchange>(stages, state, std::move(comm), options);
+        exchange->watch(true);
+        exchange->agree();
+        next = std::move(exchange);
+      }
     } catch (...) {
       model.ranks->watch(true);
       undivide(model.ranks->shards());
@@ -54,6 +61,7 @@ void connect(const Stages& stages, RankState& state, std::shared_ptr<Comm> comm,
     }
   }
   model.ranks = std::move(next);
+  stages.writer.write_settings();
   stages.writer.describe_all();  // norms over layers are cut in another way
   model.options.choose_path(model.params, model.ranks->alone());
   model.speculation->look_again();

@@ -2,7 +2,6 @@
 #include "ranks/exchange.hpp"
 
 #include <algorithm>
-#include <cstdio>
 #include <cstring>
 #include <optional>
 
@@ -10,51 +9,16 @@
 #include "core/error.hpp"
 #include "core/fp_mode.hpp"
 #include "files/fields.hpp"
-#include "files/state_file.hpp"
 #include "model/preparation.hpp"
 #include "ranks/bits.hpp"
 
 namespace ga {
-namespace {
-
-uint64_t hash_of(const std::string& text) {
-  Checksum sum;
-  sum.add(text.data(), text.size());
-  return sum.value();
-}
-
-// The owner of an item, for a message: parameter "w" of both "parameter w" (what it is) and "parameter.w" (its
-// settings). other: the key in the same place on another rank. Items of what parameters are come first, so
-// where only one of two is of that, the other rank's list of them has ended.
-std::string text_of_item(std::string_view key, std::string_view other) {
-  const auto owner_in = [](std::string_view k, char separator) {
-    for (const std::string_view kind : {"parameter", "layer"})
-      if (begins_with(k, kind) && k.size() > kind.size() && k[kind.size()] == separator)
-        return kind;
-    return std::string_view();
-  };
-  const std::string_view owner = owner_in(key, ' ');
-  if (key.empty() || (owner.empty() && !owner_in(other, ' ').empty())) return "none";
-  const std::string_view kind = owner.empty() ? owner_in(key, '.') : owner;
-  if (kind.empty()) return '"' + std::string(key) + '"';
-  return std::string(kind) + " \"" + std::string(key.substr(kind.size() + 1)) + '"';
-}
-
-// A line for each key and one for its text.
-std::string text_of(const std::vector<std::pair<std::string, std::string>>& items) {
-  std::string text;
-  for (const auto& [key, value] : items) text += key + "\n" + value + "\n";
-  return text;
-}
-
-}  // namespace
-
 Exchange::Exchange(const Stages& stages, RankState& state, std::shared_ptr<Comm> comm,
                    const ga_comm_options& options)
-    : stages_(stages),
+    : Agreement(std::move(comm)),
+      stages_(stages),
       model_(stages.model),
       state_(state),
-      comm_(std::move(comm)),
       options_(options),
       buckets_(comm_->ranks()),
       adder_(model_.backend.get()) {
@@ -123,7 +87,7 @@ Exchange::Header Exchange::header(Call call, const char* function) {
   Header h = {};
   h.call = call;
   h.number = calls_;
-  h.name = call == kDiscard ? hash_of("ga_step") : hash_of(function);
+  h.name = call == kDiscard ? digest_of("ga_step") : digest_of(function);
   h.arrays = arrays_digest();
   h.params = static_cast<int64_t>(model_.params.size());
   h.next_key = model_.params.next_key();
@@ -172,11 +136,7 @@ void Exchange::check_calls(const char* function) {
     const Header& other = header_of(q);
     if (other.name == first.name && other.number == first.number) continue;
     if (comparable) check_settings();
-    fail(GA_ERROR_COMMUNICATION,
-         "%s: rank %d makes another call than rank 0 does: all ranks make the same collective "
-         "calls in "
-         "the same order; this one is rank %d",
-         function, q, rank());
+    fail_call(function, q);
   }
 }
 
@@ -225,72 +185,17 @@ void Exchange::check_empty(const char* what) const {
            what, q);
 }
 
-void Exchange::vote(const char* what, const Error* failure) {
-  constexpr size_t kWords = 64;
-  struct Ballot {
-    int64_t status;
-    char text[(kWords - 1) * sizeof(uint64_t)];
-  };
-  static_assert(sizeof(Ballot) == kWords * sizeof(uint64_t));
-  Ballot own = {};
-  if (failure) {
-    own.status = failure->status();
-    std::snprintf(own.text, sizeof own.text, "%.500s", failure->what());
-  }
-  std::vector<Ballot> all(static_cast<size_t>(comm_->ranks()));
-  comm_->all_gather("whether the call has failed", &own, all.data(), kWords, GA_I64);
-  if (failure) return;
-  for (size_t q = 0; q < all.size(); ++q)
-    if (all[q].status != GA_OK)
-      fail(GA_ERROR_COMMUNICATION, "%s: rank %zu failed, so no rank goes on: %.480s", what, q,
-           all[q].text);
-}
-
 void Exchange::on_all_ranks(const char* what, bool by_one,
                             const std::function<void(const Ready&)>& work) {
   begin_call(what);
   by_one = by_one && !shards() && !has_open_window();
-  bool given_up = false;  // by all ranks
-  const Ready ready = [&] {
-    try {
-      vote(what, nullptr);
-    } catch (...) {
-      given_up = true;
-      throw;
-    }
-  };
-  try {
-    if (!by_one || rank() == 0) work(by_one ? Ready([] {}) : ready);
-  } catch (const Error& e) {
-    if (!given_up) vote(what, &e);
-    throw;
-  } catch (const std::exception& e) {
-    const Error error(GA_ERROR_INTERNAL, e.what());
-    if (!given_up) vote(what, &error);
-    throw;
-  }
-  ready();
+  all_or_none(what, !by_one || rank() == 0, by_one, work);
 }
 
 void Exchange::begin_sharded_call(const char* what) {
   if (!shards()) return;
   begin_call(what);
   check_empty(what);
-}
-
-// Runs work as this rank's part of a call; throws on every rank if it has failed on any.
-template <class Work>
-void Exchange::agree_on(const char* what, Work&& work) {
-  std::optional<Error> failure;
-  try {
-    work();
-  } catch (const Error& e) {
-    failure = e;
-  } catch (const std::exception& e) {
-    failure.emplace(GA_ERROR_OUT_OF_MEMORY, e.what());
-  }
-  vote(what, failure ? &*failure : nullptr);
-  if (failure) throw *failure;
 }
 
 void Exchange::end_sweep(const Subject& of, const BnTask& task, const BnSweepEnd& end,
@@ -318,14 +223,7 @@ void Exchange::end_sweep(const Subject& of, const BnTask& task, const BnSweepEnd
 void Exchange::agree_on_sweep(const Subject& of, int64_t micro_batches,
                               const std::function<void()>& ready) {
   const std::string what = std::string(of.function) + " of layer \"" + of.name + "\"";
-  std::optional<Error> failure;
-  try {
-    ready();
-  } catch (const Error& e) {
-    failure = e;
-  } catch (const std::exception& e) {
-    failure.emplace(GA_ERROR_OUT_OF_MEMORY, e.what());
-  }
+  const std::optional<Error> failure = failure_of(ready);
   Header own = header(kOther, what.c_str());
   own.failed = failure.has_value();
   own.sums.micro_batches = static_cast<double>(micro_batches);
@@ -368,20 +266,6 @@ void Exchange::exchange_records(const BnTask& task, const BnSweepEnd& end, int64
 
 // ---- Settings -----------------------------------------------------------------------------------
 
-// All that changes numbers, by key: of the context and its groups.
-Exchange::Items Exchange::context_items() const {
-  Items items;
-  items.emplace_back("version", "version=" + std::to_string(GA_VERSION));
-  items.emplace_back("communication", "wire=" + std::to_string(options_.wire) +
-                                          " check_every=" + std::to_string(options_.check_every) +
-                                          " shard=" + std::to_string(options_.shard) +
-                                          " adder=" + std::to_string(options_.adder) +
-                                          " overlap=" + std::to_string(options_.overlap));
-  for (const auto& [key, fields] : state_.settings_of_context())
-    items.emplace_back(key, fields.text());
-  return items;
-}
-
 // Of parameters and layers, and their shapes.
 Exchange::Items Exchange::tensor_items() const {
   Items items;
@@ -418,7 +302,7 @@ Exchange::Items Exchange::tensor_items() const {
 }
 
 Exchange::Items Exchange::settings_items() const {
-  Items items = context_items();
+  Items items = context_items(options_, state_);
   for (auto& item : tensor_items()) items.push_back(std::move(item));
   return items;
 }
@@ -431,7 +315,7 @@ void Exchange::check_tensors() const {
 uint64_t Exchange::tensors_digest() {
   if (!tensors_known_) {
     divide();
-    tensors_ = hash_of(text_of(tensor_items()));
+    tensors_ = digest_of(tensor_items());
     tensors_known_ = true;
   }
   return tensors_;
@@ -440,7 +324,7 @@ uint64_t Exchange::tensors_digest() {
 uint64_t Exchange::settings_digest() {
   const uint64_t tensors = tensors_digest();
   if (!settings_known_) {
-    settings_ = hash_of(text_of(context_items()));
+    settings_ = digest_of(context_items(options_, state_));
     settings_known_ = true;
   }
   return settings_ * 31 + tensors;
@@ -479,25 +363,6 @@ void Exchange::share_arrays(const char* what) {
   agree_on(what, [&] { stages_.preparation.make_own(); });
 }
 
-std::vector<std::string> Exchange::gather_texts(const char* what, std::string own) {
-  const auto ranks = static_cast<size_t>(comm_->ranks());
-  std::vector<int64_t> sizes(ranks);
-  const auto size = static_cast<int64_t>(own.size());
-  comm_->all_gather("the size of a text", &size, sizes.data(), 1, GA_I64);
-  const auto most = static_cast<size_t>(*std::max_element(sizes.begin(), sizes.end()));
-  const size_t padded = (most + 7) / 8 * 8;
-  std::string all;
-  agree_on(what, [&] {
-    own.resize(padded);
-    all.resize(ranks * padded);
-  });
-  comm_->all_gather(what, own.data(), all.data(), static_cast<int64_t>(padded / 8), GA_I64);
-  std::vector<std::string> texts;
-  for (size_t q = 0; q < ranks; ++q)
-    texts.push_back(all.substr(q * padded, static_cast<size_t>(sizes[q])));
-  return texts;
-}
-
 void Exchange::hand_round_bytes(int32_t q, int64_t bytes, std::vector<int64_t>& piece,
                                 const std::function<void(const TakePiece&)>& read,
                                 const TakePiece& take) {
@@ -530,60 +395,12 @@ void Exchange::hand_round_bytes(int32_t q, int64_t bytes, std::vector<int64_t>& 
   if (filled > 0) hand_round(filled);
 }
 
-// Throws, on every rank, the first item in which some rank differs from rank 0.
-void Exchange::explain(const char* what, const Items& own) {
-  const std::vector<std::string> texts = gather_texts("the settings", text_of(own));
-  const size_t ranks = texts.size();
-  const auto items_of = [&](size_t q) {
-    Items items;
-    size_t at = 0;
-    const auto line = [&] {
-      const size_t stop = texts[q].find('\n', at);
-      const std::string found = texts[q].substr(at, stop - at);
-      at = stop + 1;
-      return found;
-    };
-    while (at < texts[q].size()) {
-      std::string key = line();
-      items.emplace_back(std::move(key), line());
-    }
-    return items;
-  };
-  const Items first = items_of(0);
-  for (size_t q = 1; q < ranks; ++q) {
-    const Items theirs = items_of(q);
-    for (size_t k = 0; k < std::max(first.size(), theirs.size()); ++k) {
-      if (k < first.size() && k < theirs.size() && first[k] == theirs[k]) continue;
-      const char* const key = k < theirs.size() ? theirs[k].first.c_str() : "";
-      const char* const here = k < first.size() ? first[k].first.c_str() : "";
-      if (std::strcmp(key, here) != 0)
-        fail(GA_ERROR_COMMUNICATION, "%s differ: rank %zu has %.200s where rank 0 has %.200s", what,
-             q, text_of_item(key, here).c_str(), text_of_item(here, key).c_str());
-      Fields(first[k].second, key)
-          .each_difference(Fields(theirs[k].second, key), [&](const char* field, const char* other,
-                                                              const char* ours) {
-            if (std::strcmp(field, "xxh3") == 0)
-              fail(GA_ERROR_COMMUNICATION,
-                   "%s differ: the values of \"%.200s\" on rank %zu are not those of "
-                   "rank 0",
-                   what, key, q);
-            fail(GA_ERROR_COMMUNICATION,
-                 "%s differ: of \"%.200s\", %s is %s on rank %zu, but %s on rank 0", what, key,
-                 field, readable(other).c_str(), q, ours ? readable(ours).c_str() : "not there");
-          });
-      fail(GA_ERROR_COMMUNICATION, "%s differ: \"%.200s\" of rank %zu is not that of rank 0", what,
-           key, q);
-    }
-  }
-  fail(GA_ERROR_INTERNAL, "%s have different checksums, but no difference was found", what);
-}
-
 // Before anything moves: all ranks cut the same parameters into buckets.
 void Exchange::agree_on_tensors() {
   Header h = {};
   h.call = kBegin;
   h.number = calls_;
-  h.name = hash_of("ga_step");
+  h.name = digest_of("ga_step");
   h.settings = begun_with_;
   h.sums.weight = begun_weight_;
   gather_headers(h, {});
@@ -625,7 +442,7 @@ bool Exchange::is_check_due() const {
 // Throws, on every rank, the first difference of parameters and state.
 void Exchange::check_state() {
   const Items own = state_.items();
-  const uint64_t digest = hash_of(text_of(own));
+  const uint64_t digest = digest_of(own);
   std::vector<uint64_t> all(static_cast<size_t>(comm_->ranks()));
   comm_->all_gather("the checksum of parameters and state", &digest, all.data(), 1, GA_I64);
   if (std::any_of(all.begin(), all.end(), [&](uint64_t d) { return d != all[0]; }))

@@ -8,7 +8,7 @@
 // with every transport, and each rank has measured its piece in the same pass. What travels together,
 // buckets.hpp says. Where the optimizer is sharded, the sums stay where they were added, and updated
 // parameters are gathered.
-//   exchange.cpp            agreement and votes
+//   exchange.cpp            calls of all ranks
 //   exchange_window.cpp     the end of a window: what ranks bring, and the sums
 //   exchange_gradients.cpp  gradients
 //   exchange_device.cpp     the end of a window on a device
@@ -26,14 +26,14 @@
 #include "core/background.hpp"
 #include "model/model.hpp"
 #include "model/preparation.hpp"
+#include "ranks/agreement.hpp"
 #include "ranks/buckets.hpp"
-#include "ranks/comm/comm.hpp"
 #include "ranks/rank_state.hpp"
 #include "ranks/stages.hpp"
 
 namespace ga {
 
-class Exchange final : public Ranks {
+class Exchange final : public Ranks, private Agreement {
  public:
   // Takes the communicator; throws if another context has it.
   Exchange(const Stages& stages, RankState& state, std::shared_ptr<Comm> comm,
@@ -93,7 +93,9 @@ class Exchange final : public Ranks {
                     const std::function<void(const Ready&)>& work) override;
   bool has_open_window() const override;
   std::vector<uint64_t> dropped_micros() const override;
-  std::vector<std::string> gather_texts(const char* what, std::string own) override;
+  std::vector<std::string> gather_texts(const char* what, std::string own) override {
+    return Agreement::gather_texts(what, std::move(own));
+  }
   void hand_round_bytes(int32_t q, int64_t bytes, std::vector<int64_t>& piece,
                         const std::function<void(const TakePiece&)>& read,
                         const TakePiece& take) override;
@@ -106,7 +108,6 @@ class Exchange final : public Ranks {
   static constexpr int64_t kRowBytes = int64_t{8} << 20;  // of rows, at most, in one exchange
   static constexpr uint64_t kDense = ~uint64_t{0};        // in place of a number of rows
   enum Call : int64_t { kSetComm = 1, kBegin, kStep, kDiscard, kOther };
-  using Items = RankState::Items;
 
   // Which rank has what of each parameter.
   struct Parts {
@@ -139,10 +140,9 @@ class Exchange final : public Ranks {
   // Runs an exchange of gradients; the window is invalid if it fails with some of them on their way.
   template <class Work>
   void or_lose_window(Work&& exchange);
-  // A call that is to succeed on all ranks or on none: begin_call() checks that all make it; vote() throws
-  // if any rank has failed, which tells why. what: the function that was called.
+  // The beginning of a call that is to succeed on all ranks or on none: checks that all make it. what: the function
+  // that was called.
   void begin_call(const char* what);
-  void vote(const char* what, const Error* failure);
   void check_empty(const char* what) const;  // throws, on every rank, if a window was not empty
   Header header(Call call, const char* function);
   void gather_headers(const Header& own, const std::vector<uint64_t>& payload);
@@ -157,12 +157,8 @@ class Exchange final : public Ranks {
   void check_tensors_of_device() const;
   uint64_t tensors_digest();
   uint64_t settings_digest();  // of all that changes numbers
-  Items context_items() const;
   Items tensor_items() const;
   Items settings_items() const;  // both
-  [[noreturn]] void explain(const char* function, const Items& own);
-  template <class Work>
-  void agree_on(const char* what, Work&& work);
   void hand_out();
 
   // Whether the transport adds up. Nothing but sums: of a maximum, MPI and NCCL lose a NaN that is among other numbers.
@@ -265,7 +261,6 @@ class Exchange final : public Ranks {
   const Stages stages_;
   Model& model_;
   RankState& state_;
-  const std::shared_ptr<Comm> comm_;
   ga_comm_options options_;
   int64_t calls_ = 0;
   bool settings_known_ = false, tensors_known_ = false;

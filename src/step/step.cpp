@@ -195,6 +195,10 @@ ga_step_result Step::pending() {
 }
 
 void Step::fail_nonfinite(const Control& c) const {
+  if (c.nonfinite_at >= static_cast<int64_t>(model_.params.size()))
+    fail(GA_ERROR_NONFINITE,
+         "the gradient of a parameter of another rank is infinite or NaN; the window is kept until "
+         "ga_discard");
   fail(GA_ERROR_NONFINITE,
        "the gradient of parameter \"%s\" is infinite or NaN; the window is kept until ga_discard",
        model_.params.name(static_cast<ga_param>(c.nonfinite_at)));

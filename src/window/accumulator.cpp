@@ -269,8 +269,8 @@ void Accumulator::accumulate(const void* const* gradients, size_t count, double 
          "count was %zu, but the context has %zu: one gradient pointer for each ga_param_add and "
          "each ga_params_add_flat",
          count, blocks);
-  const bool reads = micro.weight > 0;
-  if (count > 0 && !gradients && reads) fail(GA_ERROR_INVALID_ARGUMENT, "gradients was NULL");
+  const bool read = reads(micro);
+  if (count > 0 && !gradients && read) fail(GA_ERROR_INVALID_ARGUMENT, "gradients was NULL");
   model_.window.reserve_one();
   contributions_.clear();
   latest_ += static_cast<int64_t>(count);
@@ -278,13 +278,13 @@ void Accumulator::accumulate(const void* const* gradients, size_t count, double 
   const Source like = contribution(nullptr, GA_F32, micro);
   const bool opens = model_.window.empty();
   const Call repeated =
-      repetition_.find(calls_, opens, model_.options.borrows(), reads ? gradients : nullptr, count);
+      repetition_.find(calls_, opens, model_.options.borrows(), read ? gradients : nullptr, count);
   Call made = Call::kOther;
   if (repeated == Call::kBorrows)
     borrow_again(gradients, like);
   else if (repeated == Call::kAdds)
     change_tasks(like);
-  else if (tasks_.clear(); reads)
+  else if (tasks_.clear(); read)
     made = list_tasks(gradients, micro, like, opens);
   model_.params.forget_delivered();
   if (!model_.options.deferring() && repeated != Call::kBorrows)
@@ -298,7 +298,7 @@ void Accumulator::accumulate(const void* const* gradients, size_t count, double 
     repetition_.repeat(calls_, repeated, like.scale);
   else
     repetition_.keep(calls_, made, opens, gradients, count);
-  if (model_.options.deferring() && reads) settle(model_.window.size() - 1);
+  if (model_.options.deferring() && read) settle(model_.window.size() - 1);
 }
 
 // Checks gradients and lists the tasks that add them, or defers that. like: a gradient of the micro-batch. Returns what a
@@ -376,7 +376,7 @@ Param& Accumulator::part(ga_param id, const char* what) {
   Param& p = model_.params.get(id);
   if (p.window.acquired || p.window.busy) refuse_taken(id, what);
   // As in ga_accumulate(), a call that brings nothing is legal.
-  if (p.window.ready && !p.frozen && model_.window.open_micro().weight > 0) refuse_ready(id);
+  if (p.window.ready && !p.frozen && reads(model_.window.open_micro())) refuse_ready(id);
   return p;
 }
 
@@ -429,7 +429,7 @@ void Accumulator::release_ready(ConcurrentCalls::Lock lock) {
 inline bool Accumulator::take_part(ga_param id, const void* gradient) {
   Param& p = part(id, "ga_accumulate_part");
   ++latest_;
-  if (model_.window.open_micro().weight == 0 || p.frozen) return false;
+  if (!reads(model_.window.open_micro()) || p.frozen) return false;
   if (!gradient && p.count > 0)
     model_.params.subject(id).fail(GA_ERROR_INVALID_ARGUMENT, "its gradient was NULL");
   check_gradient(id, gradient);
@@ -473,12 +473,12 @@ void Accumulator::prepare_parts(Span<const Whole> parts, const char* what) {
     check_single(id);
     contributes = contributes || !p.frozen;
   }
-  if (contributes && model_.window.open_micro().weight > 0) preparation_.prepare();
+  if (contributes && reads(model_.window.open_micro())) preparation_.prepare();
 }
 
 void Accumulator::contribute(Span<const Whole> given, bool may_borrow) {
   ++latest_;  // of all of them, whose memory is the layer's
-  if (model_.window.open_micro().weight > 0) add(given, may_borrow, nullptr);
+  if (reads(model_.window.open_micro())) add(given, may_borrow, nullptr);
 }
 
 // lock: NULL, or what the pass over one contribution lets go of.

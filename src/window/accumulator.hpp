@@ -110,6 +110,10 @@ class Accumulator final : HasLists {
   };
 
   Micro make_micro(double weight, const ga_micro_options& options) const;
+  // Whether gradients of the micro-batch are read. Those that the program has reduced over ranks are also of the others.
+  bool reads(const Micro& micro) const {
+    return micro.weight > 0 || model_.ranks->has_own_parameters();
+  }
   void set_micro(const Micro& micro, int64_t index, double window_weight) {
     micro_ = {index, micro.weight, micro.loss_scale, window_weight};
   }

@@ -43,7 +43,7 @@ void Accumulator::accumulate_matmul(ga_param id, int64_t k, const void* a, int64
   check_matrix("a", a, transpose_a ? k : m, transpose_a ? m : k, lda);
   check_matrix("b", b, transpose_b ? n : k, transpose_b ? k : n, ldb);
   const Micro& micro = model_.window.open_micro();
-  if (micro.weight == 0 || p.frozen) return;
+  if (!reads(micro) || p.frozen) return;
   model_.backend->prepare_matmul(dtype == GA_F32 ? 0 : k * (m + n), GA_PRECISION_F32);
   preparation_.prepare();
   added_ = true;
@@ -77,7 +77,7 @@ ga_accumulator Accumulator::acquire(ga_param id) {
   out.rows = model_.params.tensor(id).rows;
   out.columns = out.rows > 0 ? p.count / out.rows : 0;
   out.leading_dimension = out.columns;
-  if (micro.weight > 0 && !p.frozen) {
+  if (reads(micro) && !p.frozen) {
     preparation_.prepare();
     added_ = true;
     store_borrowed(id);
@@ -98,7 +98,7 @@ void Accumulator::release(ga_param id) {
     model_.params.subject(id).fail(GA_ERROR_INVALID_STATE,
                                    "its accumulator was released, but not acquired");
   p.window.acquired = false;
-  if (model_.window.open_micro().weight == 0 || p.frozen) return;
+  if (!reads(model_.window.open_micro()) || p.frozen) return;
   p.hold(Held::kStored);
   p.window.stale = true;
 }

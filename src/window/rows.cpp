@@ -46,7 +46,7 @@ void Accumulator::accumulate_rows(ga_param id, const void* indices, int32_t inde
   if (count > 0 && (!indices || (!values && elements > 0)))
     of.fail(GA_ERROR_INVALID_ARGUMENT, "%s was NULL", indices ? "values" : "indices");
   const Micro& micro = model_.window.open_micro();
-  if (micro.weight == 0 || p.frozen) return;
+  if (!reads(micro) || p.frozen) return;
   const int32_t index_size = dtype_info(index_dtype).size;
   model_.ranges.check(model_.params.subject(id), "indices", indices, count, index_size);
   model_.ranges.check(model_.params.subject(id), "values", values, elements, size);

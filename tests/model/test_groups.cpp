@@ -20,9 +20,11 @@ ga_optimizer optimizer_of(const ga_context* ctx, ga_group group) {
 ga_optimizer changed(ga_optimizer o) {
   o.lr *= 0.5;
   o.eps *= 2;
-  if (o.kind != GA_OPTIMIZER_NADAM && o.beta1 > 0) o.beta1 = 0.85;
+  // The average follows from these numbers of the Schedule-Free optimizers.
+  const bool averages = ref::schedule_free(o);
+  if (o.kind != GA_OPTIMIZER_NADAM && o.beta1 > 0 && !averages) o.beta1 = 0.85;
   if (o.beta2 > 0) o.beta2 = 0.96;
-  if (o.momentum > 0) o.momentum *= 0.75;
+  if (o.momentum > 0 && !averages) o.momentum *= 0.75;
   if (o.rho > 0) o.rho = 0.8;
   if (o.weight_decay > 0) o.weight_decay *= 1.5;
   return o;

@@ -204,6 +204,11 @@ class CpuBackend final : public Backend, public HostWork {
   }
 
   void norm(Span<const NormTask> tasks) override { take_norms(Given<NormTask>{tasks}); }
+  void sum_binned(Span<const BinnedTask> tasks) override {
+    lists_.run(Given<BinnedTask>{tasks}, [this](const BinnedTask& task, const Work& w) {
+      kernels_.binned(task, w.offset, w.count);
+    });
+  }
 
   void measure(Params params, const OverRanks& over_ranks) override {
     measure_layers(Listed<UpdateTask>{tasks_.measures, params});

@@ -8,6 +8,7 @@
 #include "backend/cpu/kernels.hpp"
 
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #if defined(__SSE2__)
@@ -27,6 +28,7 @@ namespace ga::cpu {
 namespace {
 
 #include "backend/cpu/accumulate.hpp"
+#include "backend/cpu/binned.hpp"
 #include "backend/cpu/gradient.hpp"
 #include "backend/cpu/units.hpp"
 #include "backend/cpu/update.hpp"
@@ -45,7 +47,8 @@ constexpr Kernels kernels = {accumulate,
                              follow,
                              {OpLoops<AllOps<float>>::updates, OpLoops<AllOps<double>>::updates},
                              {OpLoops<AllOps<float>>::measures, OpLoops<AllOps<double>>::measures},
-                             unit_norms};
+                             unit_norms,
+                             binned};
 
 }  // namespace
 

@@ -21,6 +21,7 @@ struct Kernels {
   const UpdateLoop* measure[2];  // as update; NULL if an Op has no such pass
   // Stores the sums of the squares of the units in a piece of a tensor.
   void (*unit_norms)(const UnitTask& task, int64_t piece);
+  void (*binned)(const BinnedTask& task, int64_t offset, int64_t count);
 };
 
 struct Isa {

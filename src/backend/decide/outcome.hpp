@@ -41,6 +41,7 @@ template <class ThreadGroup>
 GA_DEVICE void total_params(ThreadGroup& threads, const ScalarTables& t) {
   const Settings& set = *t.settings;
   Control& c = *t.control;
+  if (set.norms_given) return;
   const auto total = [&](auto& warp, auto value) {
     return warp.sum(t.params, [&](int64_t i) {
       const double x = value(i, t.param_states[i]);  // read whether it counts or not, to wait once

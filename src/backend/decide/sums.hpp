@@ -43,10 +43,6 @@ GA_HD double weight_of(const ScalarTables& t, int64_t i) {
   return checked ? t.param_states[i].held_weight : t.param_inputs[i].weight;
 }
 
-GA_HD double mean_of(const Settings& set, double weight) {
-  return set.reduce == GA_REDUCE_MEAN ? 1 / weight : 1;
-}
-
 // The mean as known before the decision, for norms.
 GA_HD double mean_of(const ScalarTables& t, const WindowTotals& w) {
   return mean_of(*t.settings, brought(t, w).weight);

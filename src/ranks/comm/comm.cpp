@@ -95,18 +95,25 @@ ga_comm_options default_comm_options() {
   ga_comm_options o = {};
   o.struct_size = sizeof o;
   o.adder = GA_COMM_ADDER_AUTO;
+  o.data_rank = -1;
   return o;
 }
 
 void check_comm_options(const ga_comm_options& o) {
   check_choice("wire", o.wire, GA_COMM_WIRE_BF16, "ga_comm_wire");
   check_choice("hand_out", o.hand_out, 1, "0 or 1");
-  check_choice("shard", o.shard, GA_SHARD_OPTIMIZER, "ga_shard");
+  check_choice("shard", o.shard, GA_SHARD_PARAMETERS, "ga_shard");
   check_choice("adder", o.adder, GA_COMM_ADDER_AUTO, "ga_comm_adder");
   check_choice("overlap", o.overlap, 1, "0 or 1");
   check_choice("ga_comm_options.reserved", o.reserved, 0, "reserved");
   if (o.check_every < 0)
     fail(GA_ERROR_INVALID_ARGUMENT, "check_every was %lld, expected >= 0", ll(o.check_every));
+  check_choice("reduced", o.reduced, GA_REDUCED_SUM, "ga_reduced");
+  const bool own = o.shard == GA_SHARD_PARAMETERS;
+  if (!own && (o.reduced != GA_REDUCED_MEAN || o.data_ranks != 0 || o.data_rank != -1))
+    fail(GA_ERROR_INVALID_ARGUMENT,
+         "reduced was %d, data_ranks %d and data_rank %d, which are for GA_SHARD_PARAMETERS",
+         o.reduced, o.data_ranks, o.data_rank);
 }
 
 std::shared_ptr<Comm> Comm::make(const ga_comm_config& c) {

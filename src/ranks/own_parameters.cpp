@@ -1,0 +1,468 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ranks/own_parameters.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <sstream>
+
+#include "batchnorm/batchnorm.hpp"
+#include "core/error.hpp"
+#include "core/tensor.hpp"
+#include "model/table_writer.hpp"
+
+namespace ga {
+namespace {
+
+constexpr const char* kMode = "GA_SHARD_PARAMETERS";
+
+std::string text_of(const std::vector<int64_t>& list) {
+  std::string text;
+  for (const int64_t x : list) text += (text.empty() ? "" : ", ") + std::to_string(x);
+  return "[" + text + "]";
+}
+
+int64_t count_of(const std::vector<int64_t>& shape) {
+  int64_t count = 1;
+  for (const int64_t extent : shape) count *= extent;
+  return count;
+}
+
+}  // namespace
+
+OwnParameters::OwnParameters(const Stages& stages, RankState& state, std::shared_ptr<Comm> comm,
+                             const ga_comm_options& options)
+    : Agreement(std::move(comm)),
+      stages_(stages),
+      model_(stages.model),
+      state_(state),
+      options_(options),
+      reduced_over_(options.reduced == GA_REDUCED_MEAN ? data_ranks() : 1) {
+  comm_->take(nullptr, model_.config.device_ordinal);
+}
+
+OwnParameters::~OwnParameters() { comm_->give_back(); }
+
+int64_t OwnParameters::bytes() const {
+  return static_cast<int64_t>((sent_.capacity() + gathered_.capacity()) * sizeof(uint64_t) +
+                              tasks_.capacity() * sizeof(BinnedTask) +
+                              chunks_.capacity() * sizeof(BinnedPart));
+}
+
+// ---- What goes together with it ---------------------------------------------------------------------
+
+void OwnParameters::check_options() const {
+  const auto refuse = [](const char* option) {
+    fail(GA_ERROR_UNSUPPORTED, "%s does not go together with %s", option, kMode);
+  };
+  if (model_.config.device != GA_DEVICE_CPU)
+    fail(GA_ERROR_UNSUPPORTED, "%s is for contexts on the CPU, as of parameters that are offloaded",
+         kMode);
+  if (options_.wire != GA_COMM_WIRE_EXACT) refuse("ga_comm_options.wire");
+  if (options_.hand_out != 0) refuse("ga_comm_options.hand_out");
+  if (options_.check_every != 0) refuse("ga_comm_options.check_every");
+  if (options_.overlap != 0) refuse("ga_comm_options.overlap");
+  if (options_.data_ranks < 0 || comm_->ranks() % data_ranks() != 0)
+    fail(GA_ERROR_INVALID_ARGUMENT,
+         "data_ranks was %d, expected a divisor of the number of ranks, %d, or 0 for all of them",
+         options_.data_ranks, comm_->ranks());
+  if (options_.data_rank < -1 || options_.data_rank >= data_ranks())
+    fail(GA_ERROR_INVALID_ARGUMENT, "data_rank was %d, expected 0 to %d, or -1", options_.data_rank,
+         data_ranks() - 1);
+}
+
+void OwnParameters::check() const {
+  const ga_config& c = model_.config;
+  const auto refuse = [](const char* option) {
+    fail(GA_ERROR_UNSUPPORTED, "%s does not go together with %s", option, kMode);
+  };
+  if (c.gradient_kind != GA_GRADIENT_SUM)
+    fail(GA_ERROR_UNSUPPORTED,
+         "gradient_kind was GA_GRADIENT_MEAN, but with %s gradients arrive with the weights of "
+         "their losses: GA_GRADIENT_SUM",
+         kMode);
+  if (c.accumulation == GA_ACCUMULATE_RUNNING_MEAN) refuse("GA_ACCUMULATE_RUNNING_MEAN");
+  if (c.noise_scale != 0) refuse("ga_config.noise_scale");
+  if (c.nonfinite == GA_NONFINITE_DROP_MICRO) refuse("GA_NONFINITE_DROP_MICRO");
+  if (c.eager != 0) refuse("ga_config.eager");
+  if (model_.options.clip_micro()) refuse("GA_CLIP_WHEN_MICRO");
+  if (stages_.layers.count() > 0) refuse("a layer with batch normalisation");
+  for (const Group& g : model_.params.groups) {
+    if (std::isfinite(model_.params.clip_of(g).max_value)) refuse("ga_clip.max_value");
+    if (g.info->limits_norm && g.optimizer.max_grad_norm > 0) refuse("ga_optimizer.max_grad_norm");
+  }
+  for (size_t i = 0; i < model_.params.size(); ++i)
+    if (!model_.params.tensor(i).removed) check_param(i);
+}
+
+void OwnParameters::check_param(size_t i) const {
+  const Param& p = model_.params[i];
+  const Tensor& t = model_.params.tensor(i);
+  const Subject of = model_.params.subject(i);
+  const auto refuse = [&](const char* what, const char* then) {
+    of.fail(GA_ERROR_UNSUPPORTED, "it has %s, which %s %s", what, then, kMode);
+  };
+  constexpr const char* kNever = "does not go together with";
+  if (t.options.rows != GA_ROWS_NONE) refuse("rows", kNever);
+  if (!is_sum(p.reduction)) refuse("GA_REDUCE_MAX", kNever);
+  if (!t.part.is_cut(t.shape)) return;
+  constexpr const char* kWhole = "needs whole parameters, and this is a part, under";
+  const int op = model_.params.op_of(p);
+  if (op >= 0 && (op_info(op).norms > 0 || op_info(op).factored || op_info(op).row_state))
+    refuse(("the optimizer " + std::string(model_.params.group_of(p).info->name)).c_str(), kWhole);
+  const int32_t scope = model_.params.clip_of(p).scope;
+  if (scope == GA_CLIP_PER_TENSOR) refuse("GA_CLIP_PER_TENSOR", kWhole);
+  if (scope == GA_CLIP_AGC) refuse("GA_CLIP_AGC", kWhole);
+}
+
+// ---- Messages ---------------------------------------------------------------------------------------
+
+uint64_t OwnParameters::settings_digest() {
+  if (!settings_known_) {
+    settings_ = digest_of(context_items(options_, state_));
+    settings_known_ = true;
+  }
+  return settings_;
+}
+
+bool OwnParameters::is_fresh() {
+  if (!parts_known_) {
+    parts_ = digest_of(parts_text());
+    parts_known_ = true;
+  }
+  return !has_agreed_ || parts_ != agreed_parts_;
+}
+
+OwnParameters::Message OwnParameters::message(Call call, const char* function) {
+  Message m = {};
+  m.call = call;
+  m.number = calls_;
+  m.name = digest_of(std::string(call == kDiscard ? "ga_step" : function));
+  m.settings = settings_digest();
+  m.fresh = is_fresh();
+  m.data_rank = data_rank();
+  return m;
+}
+
+const OwnParameters::Message& OwnParameters::message_of(int32_t rank) const {
+  return *reinterpret_cast<const Message*>(&gathered_[static_cast<size_t>(rank * kWords)]);
+}
+
+BinnedSum OwnParameters::sum_of(int32_t rank, size_t group) const {
+  if (group >= kSums)
+    return rest_[static_cast<size_t>(rank) * (sums_.size() - kSums) + group - kSums];
+  BinnedSum sum;
+  std::memcpy(static_cast<void*>(&sum),
+              &gathered_[static_cast<size_t>(rank * kWords + kMessageWords) +
+                         group * static_cast<size_t>(kSumWords)],
+              sizeof sum);
+  return sum;
+}
+
+void OwnParameters::gather(const Message& own, const std::optional<Error>& failure,
+                           const char* function) {
+  comm_->check();
+  const auto ranks = static_cast<size_t>(comm_->ranks());
+  sent_.assign(static_cast<size_t>(kWords), 0);
+  gathered_.resize(ranks * static_cast<size_t>(kWords));
+  std::memcpy(sent_.data(), &own, sizeof own);
+  if (!sums_.empty())
+    std::memcpy(sent_.data() + kMessageWords, sums_.data(),
+                std::min(kSums, sums_.size()) * sizeof(BinnedSum));
+  comm_->all_gather("what each rank brings", sent_.data(), gathered_.data(), kWords, GA_I64);
+  ++calls_;
+  bool failed = false, alike = true, steps = true;
+  for (int32_t q = 0; q < comm_->ranks(); ++q) {
+    const Message& other = message_of(q);
+    failed = failed || other.failed != 0;
+    alike = alike && other.settings == message_of(0).settings;
+    steps = steps && other.call == kStep;
+    if (other.name != message_of(0).name || other.number != message_of(0).number)
+      fail_call(function, q);
+  }
+  if (failed) vote(function, failure ? &*failure : nullptr);
+  if (failure) throw *failure;
+  if (!alike) explain("the settings", context_items(options_, state_));
+  if (!steps || sums_.size() <= kSums)
+    return;  // groups are as many on all ranks, by their settings
+  const size_t rest = sums_.size() - kSums;
+  rest_.resize(ranks * rest);
+  comm_->all_gather("sums of more groups", &sums_[kSums], rest_.data(),
+                    static_cast<int64_t>(rest) * kSumWords, GA_I64);
+}
+
+void OwnParameters::agree() {
+  comm_->attend();
+  sums_.clear();
+  Message own = message(kSetComm, "ga_context_set_comm");
+  const std::optional<Error> failure = failure_of([this] {
+    check_options();
+    check();
+  });
+  own.failed = failure.has_value();
+  gather(own, failure, "ga_context_set_comm");
+  agree_on_parts("ga_context_set_comm");
+}
+
+void OwnParameters::on_all_ranks(const char* what, bool,
+                                 const std::function<void(const Ready&)>& work) {
+  sums_.clear();
+  gather(message(kOther, what), {}, what);
+  all_or_none(what, true, false, work);
+}
+
+void OwnParameters::check_paths(const char* what, const char* path) {
+  const std::vector<std::string> paths = Agreement::gather_texts("paths", path);
+  for (size_t a = 0; a < paths.size(); ++a)
+    for (size_t b = a + 1; b < paths.size(); ++b)
+      if (paths[a] == paths[b])
+        fail(GA_ERROR_INVALID_ARGUMENT,
+             "%s: ranks %zu and %zu gave the same path, \"%.200s\", but with %s each saves "
+             "parameters "
+             "of its own: give each a path of its own",
+             what, a, b, paths[a].c_str(), kMode);
+}
+
+// ---- Parts of parameters ----------------------------------------------------------------------------
+
+std::string OwnParameters::parts_text() const {
+  std::ostringstream text;
+  const auto put = [&](const std::vector<int64_t>& list) {
+    for (const int64_t x : list) text << ' ' << x;
+  };
+  for (size_t i = 0; i < model_.params.size(); ++i) {
+    const Tensor& t = model_.params.tensor(i);
+    const Param& p = model_.params[i];
+    if (t.removed) continue;
+    const bool whole = t.part.whole.empty();
+    text << std::strlen(t.name) << ' ' << t.name << ' ' << int{p.dtype} << ' ' << p.group << ' '
+         << t.part.copies << ' ' << t.shape.size();
+    put(whole ? t.shape : t.part.whole);
+    put(whole ? std::vector<int64_t>(t.shape.size()) : t.part.first);
+    put(t.shape);
+    text << '\n';
+  }
+  return text.str();
+}
+
+void OwnParameters::agree_on_parts(const char* what) {
+  std::map<std::string, std::vector<Part>> all;
+  const std::vector<std::string> texts =
+      Agreement::gather_texts("parts of parameters", parts_text());
+  for (size_t q = 0; q < texts.size(); ++q) {
+    std::istringstream text(texts[q]);
+    for (size_t length; text >> length;) {
+      std::string name(length, '\0');
+      text.get();
+      text.read(name.data(), static_cast<std::streamsize>(length));
+      Part part = {};
+      size_t rank = 0;
+      part.rank = static_cast<int32_t>(q);
+      text >> part.dtype >> part.group >> part.copies >> rank;
+      for (std::vector<int64_t>* list : {&part.whole, &part.first, &part.shape}) {
+        list->resize(rank);
+        for (int64_t& x : *list) text >> x;
+      }
+      all[name].push_back(std::move(part));
+    }
+  }
+  for (const auto& [name, parts] : all) check_whole(what, name, parts);
+  counts_.assign(model_.params.size(), 0);
+  for (size_t i = 0; i < model_.params.size(); ++i) {
+    const Tensor& t = model_.params.tensor(i);
+    if (t.removed) continue;
+    const std::vector<Part>& parts = all[t.name];
+    const auto own = std::find_if(parts.begin(), parts.end(),
+                                  [&](const Part& p) { return p.rank == comm_->rank(); });
+    // The first rank that has it counts what several have.
+    const auto first = std::find_if(parts.begin(), parts.end(), [&](const Part& p) {
+      return p.first == own->first && p.shape == own->shape;
+    });
+    counts_[i] = own == first;
+  }
+  is_fresh();
+  agreed_parts_ = parts_;
+  has_agreed_ = true;
+}
+
+// All ranks compare the same, so each throws what the others do.
+void OwnParameters::check_whole(const char* what, const std::string& name,
+                                const std::vector<Part>& parts) const {
+  const Part& a = parts[0];
+  const auto wrong = [&](const std::string& text) {
+    fail(GA_ERROR_COMMUNICATION, "%s: parameter \"%.200s\": %.700s", what, name.c_str(),
+         text.c_str());
+  };
+  const auto rank_of = [](const Part& p) { return "rank " + std::to_string(p.rank); };
+  const auto differ = [&](const Part& b, const char* field, const std::string& of_b,
+                          const std::string& of_a) {
+    wrong(std::string(field) + " is " + of_b + " on " + rank_of(b) + ", but " + of_a + " on " +
+          rank_of(a));
+  };
+  int64_t held = 0;
+  for (size_t k = 0; k < parts.size(); ++k) {
+    const Part& b = parts[k];
+    if (b.whole != a.whole) differ(b, "the whole shape", text_of(b.whole), text_of(a.whole));
+    if (b.dtype != a.dtype)
+      differ(b, "its dtype", dtype_info(b.dtype).name, dtype_info(a.dtype).name);
+    if (b.group != a.group)
+      differ(b, "its group", std::to_string(b.group), std::to_string(a.group));
+    int32_t copies = 0;
+    bool is_first = true;
+    for (size_t j = 0; j < parts.size(); ++j) {
+      const Part& other = parts[j];
+      if (other.first == b.first && other.shape == b.shape) {
+        ++copies;
+        is_first = is_first && j >= k;
+        continue;
+      }
+      bool apart = count_of(b.shape) == 0 || count_of(other.shape) == 0;
+      for (size_t axis = 0; axis < b.shape.size(); ++axis)
+        apart = apart || b.first[axis] + b.shape[axis] <= other.first[axis] ||
+                other.first[axis] + other.shape[axis] <= b.first[axis];
+      if (!apart)
+        wrong("the parts of " + rank_of(b) + ", " + text_of(b.shape) + " from " + text_of(b.first) +
+              ", and of " + rank_of(other) + ", " + text_of(other.shape) + " from " +
+              text_of(other.first) + ", overlap");
+    }
+    if (copies != b.copies && count_of(b.shape) > 0)
+      wrong(std::to_string(copies) + (copies == 1 ? " rank has" : " ranks have") + " the part " +
+            text_of(b.shape) + " from " + text_of(b.first) + ", but " + rank_of(b) + " said that " +
+            std::to_string(b.copies) + " would (copies)");
+    if (is_first) held += count_of(b.shape);
+  }
+  if (held != count_of(a.whole))
+    wrong("the ranks have " + std::to_string(held) + " of its " +
+          std::to_string(count_of(a.whole)) + " elements, whose shape is " + text_of(a.whole));
+}
+
+// ---- The end of a window ----------------------------------------------------------------------------
+
+Source OwnParameters::gradient_of(size_t i) const {
+  const Param& p = model_.params[i];
+  if (p.held() == Held::kBorrowed) return stages_.writer.borrowed_of(p);
+  const Array sums = stages_.writer.target_of(static_cast<ga_param>(i));
+  return {sums.data, sums.format, 1, nullptr};
+}
+
+bool OwnParameters::sum_squares() {
+  tasks_.clear();
+  summed_.clear();
+  int64_t chunks = 0;
+  for (size_t i = 0; i < model_.params.size(); ++i) {
+    const Param& p = model_.params[i];
+    if (p.frozen || p.held() == Held::kNothing || p.count == 0) continue;
+    if (i < counts_.size() && !counts_[i]) continue;
+    BinnedTask task = {};
+    task.source = gradient_of(i);
+    task.f64 = p.f64;
+    task.count = p.count;
+    tasks_.push_back(task);
+    summed_.push_back(static_cast<ga_param>(i));
+    chunks += chunk_count(p.count);
+  }
+  chunks_.resize(static_cast<size_t>(chunks));
+  BinnedPart* next = chunks_.data();
+  for (BinnedTask& task : tasks_) {
+    task.parts = next;
+    next += chunk_count(task.count);
+  }
+  model_.arrays.reserve(std::max(chunks, model_.arrays.chunks()), model_.params.size());
+  model_.backend->host()->sum_binned({tasks_.data(), tasks_.size()});
+  nonfinite_at_ = -1;
+  for (size_t k = 0; k < tasks_.size(); ++k) {
+    const auto group = static_cast<size_t>(model_.params[summed_[k]].group);
+    for (int64_t c = 0; c < chunk_count(tasks_[k].count); ++c) {
+      sums_[group].add(tasks_[k].parts[c].sum);
+      if (tasks_[k].parts[c].nonfinite != 0 && nonfinite_at_ < 0) nonfinite_at_ = summed_[k];
+    }
+  }
+  return nonfinite_at_ >= 0;
+}
+
+bool OwnParameters::begin_end(WindowTotals& totals, bool) {
+  for (;;) {
+    sums_.assign(model_.params.groups.size(), {});
+    Message own = message(kStep, "ga_step");
+    const std::optional<Error> failure = failure_of([&] {
+      if (!checked_) check();
+      checked_ = true;
+      own.nonfinite = sum_squares();
+    });
+    own.failed = failure.has_value();
+    own.weight = totals.weight;
+    own.micro_batches = static_cast<double>(totals.micro_batches);
+    own.weighted = static_cast<double>(totals.weighted);
+    gather(own, failure, "ga_step");
+    bool fresh = false;
+    for (int32_t q = 0; q < comm_->ranks(); ++q) {
+      if (message_of(q).call == kDiscard) return false;
+      fresh = fresh || message_of(q).fresh != 0;
+    }
+    if (!fresh) break;
+    agree_on_parts("ga_step");
+  }
+
+  // Ranks with the same samples bring the same weight, which counts once.
+  window_ = {};
+  std::vector<const Message*> of_data(static_cast<size_t>(data_ranks()));
+  bool nonfinite = false;
+  for (int32_t q = 0; q < comm_->ranks(); ++q) {
+    const Message& m = message_of(q);
+    nonfinite = nonfinite || m.nonfinite != 0;
+    const Message*& first = of_data[static_cast<size_t>(m.data_rank)];
+    if (!first) {
+      first = &m;
+      window_.weight += m.weight;
+      window_.micro_batches += m.micro_batches;
+      window_.weighted += m.weighted;
+    } else if (first->weight != m.weight || first->micro_batches != m.micro_batches) {
+      fail(GA_ERROR_COMMUNICATION,
+           "ga_step: rank %d has brought %g micro-batches of weight %g in all, but another rank "
+           "with "
+           "the same samples (data_rank %d) %g of weight %g",
+           q, m.micro_batches, m.weight, static_cast<int>(m.data_rank), first->micro_batches,
+           first->weight);
+    }
+  }
+  for (size_t r = 0; r < of_data.size(); ++r)
+    if (!of_data[r])
+      fail(GA_ERROR_COMMUNICATION, "ga_step: no rank has data_rank %zu, of %zu (data_ranks)", r,
+           of_data.size());
+  if (nonfinite && nonfinite_at_ < 0)
+    nonfinite_at_ = static_cast<int64_t>(model_.params.size());  // on another rank
+  totals.over_ranks = true;
+  totals.weight = window_.weight;
+  totals.micro_batches = static_cast<int64_t>(window_.micro_batches);
+  totals.weighted = static_cast<int64_t>(window_.weighted);
+  return true;
+}
+
+// Of all ranks, for the decision.
+void OwnParameters::add_gradients() {
+  Control& c = *model_.tables.control.at();
+  c.sums = window_;
+  c.nonfinite_at = nonfinite_at_;
+  const double mean =
+      (model_.config.reduce == GA_REDUCE_MEAN ? 1 / window_.weight : 1) * reduced_over_;
+  BinnedSum all, shared;
+  for (size_t k = 0; k < sums_.size(); ++k) {
+    BinnedSum group;
+    for (int32_t q = 0; q < comm_->ranks(); ++q) group.add(sum_of(q, k));
+    all.add(group);
+    if (model_.params.groups[k].own_clip)
+      model_.tables.group_states.at(k)->sum_squares = group.value() * mean * mean;
+    else
+      shared.add(group);
+  }
+  c.totals.all = all.value() * mean * mean;
+  c.totals.shared = shared.value() * mean * mean;
+}
+
+void OwnParameters::discard() {
+  if (has_failed()) return;
+  sums_.assign(model_.params.groups.size(), {});
+  gather(message(kDiscard, "ga_discard"), {}, "ga_discard");
+}
+
+}  // namespace ga
