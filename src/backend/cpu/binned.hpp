@@ -4,23 +4,29 @@
 
 #include "backend/cpu/sums.hpp"
 
-// Of terms in [0, 2^40): the units of three bins that they make, in lanes.
-struct BinnedLanes {
-  Doubles units[BinnedSum::kBins] = {};
+typedef uint64_t Words __attribute__((vector_size(kBytes)));
 
-  // To nearest, in the middle of the numbers whose spacing is 1.
-  static GA_INLINE Doubles round(Doubles x) {
-    constexpr double kMagic = 0x1.8p52;
-    return (x + kMagic) - kMagic;
-  }
+// Of terms in [0, 2^40): the units of three bins that they make, in lanes. A term plus magic is a number of units
+// behind the bits of magic, rounded to nearest; these are added as integers, modulo 2^64.
+struct BinnedLanes {
+  static constexpr double kMagic[BinnedSum::kBins] = {0x1.8p52, 0x1.8p12, 0x1.8p-28};
+  Words bits[BinnedSum::kBins] = {};
+
   GA_INLINE void add(Doubles x) {
     Doubles rest = x * x;
     for (int k = 0; k < BinnedSum::kBins; ++k) {
-      if (k > 0) rest *= 0x1p40;
-      const Doubles whole = round(rest);
-      units[k] += whole;
-      rest -= whole;
+      const Doubles rounded = rest + kMagic[k];
+      bits[k] += reinterpret_cast<Words>(rounded);
+      rest -= rounded - kMagic[k];
     }
+  }
+  // After so many calls of add().
+  GA_INLINE int64_t units(int k, int64_t calls) const {
+    uint64_t sum = 0;
+    for (int lane = 0; lane < kWidth<double>; ++lane) sum += bits[k][lane];
+    uint64_t magic;
+    std::memcpy(&magic, &kMagic[k], sizeof magic);
+    return static_cast<int64_t>(sum - static_cast<uint64_t>(calls * kWidth<double>) * magic);
   }
 };
 
@@ -81,9 +87,10 @@ void add_binned(const T* x, int64_t count, BinnedPart& part) {
       }
     }
   }
+  const int64_t calls = count / (2 * kWidth<double>);
   int64_t units[BinnedSum::kBins];
   for (int k = 0; k < BinnedSum::kBins; ++k)
-    units[k] = static_cast<int64_t>(total_of(lanes[0].units[k] + lanes[1].units[k]));
+    units[k] = lanes[0].units(k, calls) + lanes[1].units(k, calls);
   part.sum.add(bin, units);
 }
 
