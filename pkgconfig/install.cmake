@@ -32,8 +32,8 @@ install(EXPORT gradaccumTargets NAMESPACE gradaccum:: DESTINATION "${package_dir
 configure_package_config_file(pkgconfig/gradaccumConfig.cmake.in gradaccumConfig.cmake
                               INSTALL_DESTINATION "${package_dir}")
 write_basic_package_version_file(gradaccumConfigVersion.cmake COMPATIBILITY SameMajorVersion)
-install(FILES "${PROJECT_BINARY_DIR}/gradaccumConfig.cmake"
-              "${PROJECT_BINARY_DIR}/gradaccumConfigVersion.cmake" DESTINATION "${package_dir}" ${development})
+install(FILES "${PROJECT_BINARY_DIR}/gradaccumConfig.cmake" "${PROJECT_BINARY_DIR}/gradaccumConfigVersion.cmake"
+              pkgconfig/gradaccumTorch.cmake DESTINATION "${package_dir}" ${development})
 
 # Paths in the .pc file are relative to the file, so that an installed tree can be moved.
 set(pc_dir "${CMAKE_INSTALL_FULL_LIBDIR}/pkgconfig")
