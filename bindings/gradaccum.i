@@ -98,7 +98,9 @@ size_t size_of_text(const char* text) { return text != nullptr ? std::strlen(tex
 %apply int64_t* OUT { int64_t* out_count, int64_t* out_steps };
 %apply size_t* OUT { size_t* out, size_t* out_size };
 %apply double* OUT { double* out, double* out_scale };
-%apply const int64_t* ARRAY { const int64_t* from_steps, const int64_t* accum_steps };
+%apply const int64_t* ARRAY {
+  const int64_t* from_steps, const int64_t* accum_steps, const int64_t* whole_shape, const int64_t* first
+};
 %apply (const void* const* ARRAY, size_t COUNT) {
   (const void* const* gradients, size_t count),
   (const void* const* entries, size_t count),

@@ -31,7 +31,7 @@ _NESTED = {
     "ga_master": "ParamOptions.Master", "ga_rounding": "ParamOptions.Rounding", "ga_rows": "ParamOptions.Rows",
     "ga_state_parts": "StateOptions.Parts", "ga_state_settings": "StateOptions.Settings",
     "ga_comm_wire": "CommunicatorOptions.Wire", "ga_shard": "CommunicatorOptions.Shard",
-    "ga_comm_adder": "CommunicatorOptions.Adder", "ga_bn_mode": "BatchNormOptions.Mode",
+    "ga_comm_adder": "CommunicatorOptions.Adder", "ga_reduced": "CommunicatorOptions.Reduced", "ga_bn_mode": "BatchNormOptions.Mode",
     "ga_bn_layout": "BatchNormOptions.Layout",
 }  # fmt: skip
 _RENAMED = {"ga_memory": "MemoryUse", "ga_optimizer.ns_coefficients": "newton_schulz"}

@@ -17,7 +17,7 @@ TYPES = {
     "ga_clip_scope": "ClipScope", "ga_agc_units": "AgcUnits", "ga_clip_when": "ClipWhen", "ga_ema_kind": "EmaKind",
     "ga_master": "Master", "ga_rounding": "Rounding", "ga_rows": "Rows", "ga_state_parts": "StateParts",
     "ga_state_settings": "Settings", "ga_comm_kind": "CommKind", "ga_comm_wire": "CommWire", "ga_shard": "CommShard",
-    "ga_comm_adder": "CommAdder", "ga_bn_mode": "BnMode", "ga_bn_layout": "BnLayout", "ga_bn_spread": "BnSpread",
+    "ga_comm_adder": "CommAdder", "ga_reduced": "Reduced", "ga_bn_mode": "BnMode", "ga_bn_layout": "BnLayout", "ga_bn_spread": "BnSpread",
     "ga_optimizer": "Optimizer", "ga_config": "Config", "ga_micro_options": "MicroOptions",
     "ga_window_info": "Window", "ga_step_result": "StepResult", "ga_schedule": "Schedule", "ga_clip": "Clip",
     "ga_loss_scaler": "LossScaler", "ga_ema": "Ema", "ga_param_options": "ParamOptions",

@@ -206,6 +206,23 @@ namespace GradAccum {
     }
 
     /// <summary>
+    /// Says where the parameter lies in one that ranks have in parts, with Shard.Parameters. Between windows.
+    /// </summary>
+    /// <param name="wholeShape">The shape of the whole, as many numbers as this part has axes.</param>
+    /// <param name="first">Where this part begins, on each axis.</param>
+    /// <param name="copies">How many ranks have the same part; at least 1.</param>
+    public void SetPart(long[] wholeShape, long[] first, int copies = 1) {
+      if (wholeShape == null) throw new ArgumentNullException("wholeShape");
+      if (first == null) throw new ArgumentNullException("first");
+      int axes = Info.Shape.Count;
+      if (wholeShape.Length != axes || first.Length != axes) {
+        throw GradAccumException.Invalid("the parameter has " + axes + " axes, but whole_shape had " +
+                                         wholeShape.Length + " numbers and first " + first.Length);
+      }
+      using (Call call = Context.Begin()) Raw.ga_param_set_part(call.Context, Id, wholeShape, first, copies);
+    }
+
+    /// <summary>
     /// Removes the parameter, whose memory the library does not touch any more. Its place in a list of
     /// gradients stays. Between windows.
     /// </summary>

@@ -142,6 +142,25 @@ namespace GradAccum.Tests {
       }
     }
 
+    /// <summary>Each rank has a row of a matrix of two, whose gradient the program has reduced.</summary>
+    public void RanksWithParametersOfTheirOwn() {
+      float[][] rows = {new float[2], new float[2]};
+      OnTwoRanks((rank, comm) => {
+        using (Context context = new Context(new Config {GradientKind = GradientKind.Sum})) {
+          Group group = context.AddGroup(new Optimizer(OptimizerKind.Sgd) {Lr = 1});
+          Param param = context.AddParam(group, "p", rows[rank], 1, 2);
+          Expect.Throws<GradAccumException>(() => param.SetPart(new long[] {2}, new long[] {0}));
+          param.SetPart(new long[] {2, 2}, new long[] {rank, 0});
+          context.SetCommunicator(comm, new CommunicatorOptions {Shard = Shard.Parameters, Reduced = Reduced.Sum});
+          context.Accumulate(new Tensor[] {new float[] {4 + 8 * rank, 8 + 8 * rank}}, 1 + 2 * rank);
+          StepResult result = context.Step();
+          Expect.Equal(4.0, result.Weight, "Weight");
+          Expect.True(Math.Abs(result.Norm - Math.Sqrt(30)) < 1e-12, "Norm");
+        }
+      });
+      Expect.True(rows[0][0] == -1 && rows[0][1] == -2 && rows[1][0] == -3 && rows[1][1] == -4, "the step of both");
+    }
+
     public void LocalRanksDoNotAdd() {
       using (Communicator comm = Communicator.Local(Communicator.NewId(), 0, 1))
       using (Context context = WithOne(new float[1])) {

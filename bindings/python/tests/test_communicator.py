@@ -57,6 +57,32 @@ def test_two_threads_are_two_ranks() -> None:
     assert ended == [array("f", [-4, -8])] * 2
 
 
+@pytest.mark.parametrize("reduced", ga.Reduced)
+def test_ranks_with_parameters_of_their_own(reduced: ga.Reduced) -> None:
+    """Rows of a matrix, whose gradients the program has reduced; weights are 1 : 3."""
+    parts = [array("f", [0, 0]), array("f", [0, 0, 0, 0])]
+    rows = [(0, 1), (1, 2)]
+
+    def train(rank: int, comm: ga.Communicator) -> None:
+        first, count = rows[rank]
+        with ga.Context(ga.Config(gradient_kind=ga.GradientKind.SUM)) as c:
+            group = c.add_group(ga.Optimizer(ga.OptimizerKind.SGD, lr=1))
+            p = c.add_param(group, "p", ga.Tensor(parts[rank].buffer_info()[0], (count, 2), ga.Dtype.F32, owner=parts))
+            with pytest.raises(ValueError, match="whole_shape"):
+                p.set_part([3], [first])
+            p.set_part([3, 2], [first, 0])
+            c.set_clip(ga.Clip(scope=ga.ClipScope.GLOBAL, max_norm=100))
+            c.set_communicator(comm, ga.CommunicatorOptions(shard=ga.CommShard.PARAMETERS, reduced=reduced))
+            mean = reduced == ga.Reduced.MEAN
+            c.accumulate([array("f", [(2 if mean else 4) * x for x in (1, 2, 3, 4, 5, 6)[2 * first :][: 2 * count]])], weight=[1, 3][rank])
+            result = c.step()
+            assert (result.weight, result.micro_batches) == (4, 2)
+            assert result.norm == pytest.approx(91**0.5, rel=1e-15)
+
+    on_ranks(2, train)
+    assert parts == [array("f", [-1, -2]), array("f", [-3, -4, -5, -6])]
+
+
 class Ended:
     """What a rank has after two windows."""
 

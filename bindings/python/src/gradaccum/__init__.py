@@ -37,7 +37,7 @@ from .context import Context
 from .enums import (
     Accumulation, AdjustLr, AgcUnits, BnLayout, BnMode, BnSpread, ClipScope, ClipWhen, CommAdder, CommKind,
     CommShard, CommWire, Device, Dtype, EmaKind, Equilibrate, Flavor, GradientKind, GradientLife, Master, MicroFlags, Missing,
-    NewtonSchulzPreset, Nonfinite, OptimizerKind, Precision, Reduce, Rounding, Rows, ScheduleKind, Settings,
+    NewtonSchulzPreset, Nonfinite, OptimizerKind, Precision, Reduce, Reduced, Rounding, Rows, ScheduleKind, Settings,
     StateParts, Status, StepOutcome, WindowState,
 )  # fmt: skip
 from .errors import Error
@@ -56,7 +56,7 @@ __all__ = [
     "Config", "Context", "Device", "Dtype", "Ema", "EmaKind", "Equilibrate", "Error", "FlatEntry", "Flavor",
     "GradientKind", "GradientLife", "Group", "LossScaler", "Master", "Memory", "MicroBatch", "MicroFlags",
     "MicroOptions", "Missing", "NewtonSchulzPreset", "Nonfinite", "Optimizer", "OptimizerKind", "Param", "ParamInfo",
-    "ParamOptions", "Precision", "Reduce", "Rounding", "Rows", "Schedule", "ScheduleKind", "Settings", "StateInfo",
+    "ParamOptions", "Precision", "Reduce", "Reduced", "Rounding", "Rows", "Schedule", "ScheduleKind", "Settings", "StateInfo",
     "StateOptions", "StateParts", "Status", "StepOutcome", "StepResult", "SupportsBuffer", "SupportsDLPack",
     "Tensor", "TensorLike", "Window", "WindowState", "build", "build_info", "device_count",
     "no_device_reason", "state_note", "version",

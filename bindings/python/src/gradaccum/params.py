@@ -193,6 +193,20 @@ class Param:
         with self.context._guard as c:
             _raw.ga_param_set_weight_decay_scale(c, self.id, weight_decay_scale)
 
+    def set_part(self, whole_shape: Sequence[int], first: Sequence[int], copies: int = 1) -> None:
+        """Tells where the parameter lies in one that ranks have in parts, with ``CommShard.PARAMETERS``.
+
+        whole_shape: of the whole. first: where this part begins, on each axis. copies: ranks that have the same part.
+        Between windows.
+        """
+        whole, begin = list(whole_shape), list(first)
+        if len(whole) != len(self.shape) or len(begin) != len(self.shape):
+            raise ValueError(
+                f'parameter "{self.name}" has the shape {list(self.shape)}, but whole_shape was {whole} and first {begin}'
+            )
+        with self.context._guard as c:
+            _raw.ga_param_set_part(c, self.id, whole, begin, copies)
+
     def remove(self) -> None:
         """Removes the parameter: its tensor is not touched any more. Between windows."""
         context = self.context

@@ -192,6 +192,34 @@ public final class Param {
     }
   }
 
+  /**
+   * Says where the parameter lies in one that ranks have in parts, with {@link
+   * CommunicatorOptions.Shard#PARAMETERS}. Between windows.
+   *
+   * @param wholeShape the shape of the whole, as many numbers as this part has axes
+   * @param first where this part begins, on each axis
+   * @param copies how many ranks have the same part; &gt;= 1
+   */
+  public void setPart(long[] wholeShape, long[] first, int copies) {
+    Check.notNull(wholeShape, "wholeShape");
+    Check.notNull(first, "first");
+    if (wholeShape.length != shape().size() || first.length != shape().size()) {
+      throw new IllegalArgumentException(
+          "the parameter has "
+              + shape().size()
+              + " axes, but wholeShape has "
+              + wholeShape.length
+              + " numbers and first "
+              + first.length);
+    }
+    long c = context.enter();
+    try {
+      Raw.ga_param_set_part(c, id, wholeShape, first, copies);
+    } finally {
+      context.exit();
+    }
+  }
+
   /** Removes the parameter: the library does not touch its memory any more. Between windows. */
   public void remove() {
     long c = context.enter();

@@ -210,6 +210,43 @@ class CommunicatorTest {
     }
   }
 
+  /** Trains a row of a matrix of two, whose gradient the program has reduced. */
+  private static float[] trainARow(byte[] id, int rank) {
+    FloatBuffer row = floats(0, 0);
+    try (Communicator comm = Communicator.local(id, rank, 2, 60);
+        Context context =
+            new Context(
+                Config.builder().gradientKind(Config.GradientKind.SUM).build())) {
+      Group group = context.addGroup(Optimizer.builder(Optimizer.Kind.SGD).lr(1).build());
+      Param param = context.addParam(group, "p", row, 1, 2);
+      assertThrows(
+          IllegalArgumentException.class, () -> param.setPart(new long[] {2}, new long[] {0}, 1));
+      param.setPart(new long[] {2, 2}, new long[] {rank, 0}, 1);
+      context.setCommunicator(
+          comm,
+          CommunicatorOptions.builder()
+              .shard(CommunicatorOptions.Shard.PARAMETERS)
+              .reduced(CommunicatorOptions.Reduced.SUM)
+              .build());
+      context.accumulate(1 + 2 * rank, floats(4 + 8 * rank, 8 + 8 * rank));
+      StepResult result = context.step();
+      assertEquals(4, result.weight());
+      assertEquals(Math.sqrt(1 + 4 + 9 + 16), result.norm(), 1e-12);
+      return values(row);
+    }
+  }
+
+  @Test
+  void ranksWithParametersOfTheirOwn() throws Exception {
+    byte[] id = Communicator.newId();
+    ExecutorService threads = Executors.newFixedThreadPool(2);
+    Future<float[]> first = start(threads, () -> trainARow(id, 0));
+    Future<float[]> second = start(threads, () -> trainARow(id, 1));
+    assertArrayEquals(new float[] {-1, -2}, first.get(60, TimeUnit.SECONDS));
+    assertArrayEquals(new float[] {-3, -4}, second.get(60, TimeUnit.SECONDS));
+    threads.shutdown();
+  }
+
   @Test
   void localRanksDoNotAdd() {
     try (Communicator comm = Communicator.local(Communicator.newId(), 0, 1);
