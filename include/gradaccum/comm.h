@@ -206,6 +206,7 @@ typedef struct ga_comm_options {
                           default 0: all of them */
   int32_t data_rank;   /* GA_SHARD_PARAMETERS: which of these samples are this rank's, in
                           [0, data_ranks); default -1: rank modulo data_ranks */
+  int32_t reserved2;   /* 0 */
 } ga_comm_options;
 
 /* Writes the defaults. */
@@ -245,8 +246,8 @@ GA_API ga_status ga_context_set_comm(ga_context* ctx, ga_comm* comm,
 /* Needed where a framework shards the model itself: FSDP and ZeRO-3, tensor parallelism, experts. With
    GA_SHARD_PARAMETERS each rank's context has what this rank has of the parameters, and gradients come
    reduced by the framework. A window is then clipped by norms over all ranks, skipped and counted as
-   that of one process would be, for which each rank's ga_step sends one message of 96 bytes and 56 for
-   each group.
+   that of one process would be, for which each rank's ga_step sends one message of 1,208 bytes, and 56
+   bytes more for each group beyond the 20th.
 
    Losses are multiplied by their weight before backward: a rank whose micro-batch is b samples gives
    ga_accumulate the gradient of b times its mean loss, and the weight b, with

@@ -162,6 +162,7 @@ void each_field(Settings& s, Visit&& visit) {
   visit("beta3_warmup", s.beta3_warmup), visit("clip_exponent", s.clip_exponent);
   visit("ns_precision", s.ns_precision), visit("ns_preset", s.ns_preset);
   visit("cautious", s.cautious), visit("equilibrate", s.equilibrate);
+  visit("average_power", s.average_power), visit("average_lr_power", s.average_lr_power);
 }
 
 template <typename TorchOptions>

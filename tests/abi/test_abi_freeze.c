@@ -306,7 +306,7 @@ FIELD(ga_comm_config, id, 32, 8, 32, 4);
 FIELD(ga_comm_config, table, 40, 8, 36, 4);
 FIELD(ga_comm_config, nccl_comm, 48, 8, 40, 4);
 
-SIZE(ga_comm_options, 40, 40);
+SIZE(ga_comm_options, 56, 56);
 FIELD(ga_comm_options, struct_size, 0, 8, 0, 4);
 FIELD(ga_comm_options, wire, 8, 4, 4, 4);
 FIELD(ga_comm_options, hand_out, 12, 4, 8, 4);
@@ -315,6 +315,10 @@ FIELD(ga_comm_options, shard, 24, 4, 24, 4);
 FIELD(ga_comm_options, adder, 28, 4, 28, 4);
 FIELD(ga_comm_options, overlap, 32, 4, 32, 4);
 FIELD(ga_comm_options, reserved, 36, 4, 36, 4);
+FIELD(ga_comm_options, reduced, 40, 4, 40, 4);
+FIELD(ga_comm_options, data_ranks, 44, 4, 44, 4);
+FIELD(ga_comm_options, data_rank, 48, 4, 48, 4);
+FIELD(ga_comm_options, reserved2, 52, 4, 52, 4);
 
 SIZE(ga_build, 48, 36);
 FIELD(ga_build, struct_size, 0, 8, 0, 4);
@@ -468,6 +472,9 @@ VALUE(GA_COMM_ADDER_TRANSPORT, 1);
 VALUE(GA_COMM_ADDER_AUTO, 2);
 VALUE(GA_SHARD_NONE, 0);
 VALUE(GA_SHARD_OPTIMIZER, 1);
+VALUE(GA_SHARD_PARAMETERS, 2);
+VALUE(GA_REDUCED_MEAN, 0);
+VALUE(GA_REDUCED_SUM, 1);
 
 VALUE(GA_NO_TRANSPOSE, 0);
 VALUE(GA_TRANSPOSE, 1);
@@ -629,6 +636,8 @@ FUNCTION(ga_param_bind, ga_status (*)(ga_context*, ga_param, void*));
 FUNCTION(ga_param_changed, ga_status (*)(ga_context*, ga_param));
 FUNCTION(ga_param_set_frozen, ga_status (*)(ga_context*, ga_param, int32_t));
 FUNCTION(ga_param_set_lr_scale, ga_status (*)(ga_context*, ga_param, double));
+FUNCTION(ga_param_set_part,
+         ga_status (*)(ga_context*, ga_param, const int64_t*, const int64_t*, int32_t));
 FUNCTION(ga_param_set_weight_decay_scale, ga_status (*)(ga_context*, ga_param, double));
 FUNCTION(ga_param_remove, ga_status (*)(ga_context*, ga_param));
 FUNCTION(ga_prepare, ga_status (*)(ga_context*));

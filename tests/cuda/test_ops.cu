@@ -147,7 +147,7 @@ TEST(OpsByNvcc, AreThoseOfTheCpu) {
     if (op < 0) continue;
     Clock clock = {};
     for (int step = 1; step <= 3; ++step) {
-      info.advance(test.optimizer, clock);
+      info.advance(test.optimizer, clock, test.optimizer.lr);
       SCOPED_TRACE(info.name);
       const StepInput in = {test.optimizer.lr, test.optimizer.weight_decay, clock, 64, 64, 0.7,
                             {0.3, 2.5}};

@@ -473,15 +473,19 @@ TEST(OwnParameters, RanksThatDiffer) {
     // The sum is 3 times the mean, and the weights are 3 in all.
     EXPECT_EQ(p[0], 0.5);
 
-    // Another parameter comes, of which rank 2 has all.
-    if (r == 2) ctx.param(0, "late", q.data(), ref::Shape{4});
-    std::vector<const void*> pointers = {g.data()};
-    if (r == 2) pointers.push_back(g.data());
+    // Another parameter comes, of which all have a copy, whose squares count once.
+    const ga_param late = ctx.param(0, "late", q.data(), ref::Shape{4});
+    const int64_t four = 4, zero = 0;
+    std::vector<const void*> pointers = {g.data(), g.data()};
+    ctx.accumulate(pointers);
+    expect_failure(ga_step(ctx, nullptr), "3 ranks have");
+    ASSERT_OK(ga_discard(ctx));
+    ASSERT_OK(ga_param_set_part(ctx, late, &four, &zero, 3));
     ctx.accumulate(pointers);
     const ga_step_result result = step(ctx);
     EXPECT_EQ(result.outcome, GA_STEP_APPLIED);
     EXPECT_NEAR(result.norm, 4, 1e-12);
-    EXPECT_EQ(q[0], r == 2 ? 0.5 : 1);
+    EXPECT_EQ(q[0], 0.5);
 
     // One discards what the others step.
     ctx.accumulate(pointers);

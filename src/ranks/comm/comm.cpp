@@ -106,6 +106,7 @@ void check_comm_options(const ga_comm_options& o) {
   check_choice("adder", o.adder, GA_COMM_ADDER_AUTO, "ga_comm_adder");
   check_choice("overlap", o.overlap, 1, "0 or 1");
   check_choice("ga_comm_options.reserved", o.reserved, 0, "reserved");
+  check_choice("ga_comm_options.reserved2", o.reserved2, 0, "reserved");
   if (o.check_every < 0)
     fail(GA_ERROR_INVALID_ARGUMENT, "check_every was %lld, expected >= 0", ll(o.check_every));
   check_choice("reduced", o.reduced, GA_REDUCED_SUM, "ga_reduced");
