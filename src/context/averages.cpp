@@ -47,6 +47,11 @@ bool Averages::has_average(const Param& p, const ParamState& state) const {
   return is_computed(p) ? p.owns && state.clock.step > 0 : state.averaged;
 }
 
+// Whether this rank has some of it, or what it is computed from.
+bool Averages::is_here(const Param& p) const {
+  return is_computed(p) ? p.owns && p.shard.count > 0 : p.average != nullptr;
+}
+
 // Whether a parameter and its average change places as they are; else the parameter is overwritten.
 bool Averages::swaps_in_place(const Param& p) const {
   return !is_computed(p) && p.dtype == model_.arrays.average_of(p).format;
@@ -127,7 +132,7 @@ void Averages::swap(bool on) {
   size_t kept = 0, piece = 0, partial = 0;
   const auto each = [&](auto&& f) {
     for (size_t i = 0; i < model_.tables.params(); ++i)
-      if (const Param& p = model_.params[i]; p.shard.count > 0 && has_average(p, states[i])) f(p);
+      if (const Param& p = model_.params[i]; is_here(p) && has_average(p, states[i])) f(p);
   };
   const auto shard_bytes = [](const Param& p) {
     return static_cast<size_t>(p.shard.count * dtype_info(p.dtype).size);

@@ -24,6 +24,7 @@ class Averages {
   void check_kept(const char* what) const;
   bool is_computed(const Param& p) const;
   bool has_average(const Param& p, const ParamState& state) const;
+  bool is_here(const Param& p) const;
   bool swaps_in_place(const Param& p) const;
   static size_t partials_bytes(const Param& p) {
     return static_cast<size_t>(chunk_count(p.shard.count)) * sizeof(Partial);

@@ -214,7 +214,7 @@ namespace GradAccum {
     public void SetPart(long[] wholeShape, long[] first, int copies = 1) {
       if (wholeShape == null) throw new ArgumentNullException("wholeShape");
       if (first == null) throw new ArgumentNullException("first");
-      int axes = Info.Shape.Count;
+      int axes = Info.Shape.Length;
       if (wholeShape.Length != axes || first.Length != axes) {
         throw GradAccumException.Invalid("the parameter has " + axes + " axes, but whole_shape had " +
                                          wholeShape.Length + " numbers and first " + first.Length);
