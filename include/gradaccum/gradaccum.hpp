@@ -809,6 +809,18 @@ class Context {
   void set_weight_decay_scale(Param param, double weight_decay_scale) {
     check(ga_param_set_weight_decay_scale(get(), id(param), weight_decay_scale));
   }
+  // Of a parameter that ranks have in parts: as many numbers as it has axes.
+  void set_part(Param param, const std::vector<std::int64_t>& whole_shape,
+                const std::vector<std::int64_t>& first, std::int32_t copies = 1) {
+    const auto rank = static_cast<std::size_t>(param_info(param).rank);
+    if (whole_shape.size() != rank || first.size() != rank) {
+      throw Error(GA_ERROR_INVALID_ARGUMENT,
+                  "the parameter has " + std::to_string(rank) + " axes, but whole_shape had " +
+                      std::to_string(whole_shape.size()) + " numbers and first " +
+                      std::to_string(first.size()));
+    }
+    check(ga_param_set_part(get(), id(param), whole_shape.data(), first.data(), copies));
+  }
 
   // -- State
 

@@ -52,7 +52,7 @@ static void build(void) {
 static void changes(void) {
   float w[2] = {1, 1}, dw[2] = {1, 1}, buffer[2] = {4, 4};
   const void* list[2];
-  int64_t two = 2, steps = -1;
+  int64_t two = 2, three = 3, one = 1, steps = -1;
   int32_t count = 0;
   double lr = 0;
   ga_context* ctx = NULL;
@@ -75,6 +75,7 @@ static void changes(void) {
   OK(ga_group_set_frozen(ctx, 0, 0));
   OK(ga_param_set_lr_scale(ctx, 0, 0.5));
   OK(ga_param_set_weight_decay_scale(ctx, 0, 0));
+  OK(ga_param_set_part(ctx, 0, &three, &one, 1));
   sgd.momentum = 0.25;
   OK(ga_group_set_optimizer(ctx, 0, &sgd));
   OK(ga_state_count(ctx, 0, &count));

@@ -928,6 +928,9 @@ TEST(ContextSettings, Parameters) {
   two.b[0] = 2;
   two.context.set_lr_scale(two.pa, 0.25);
   two.context.set_weight_decay_scale(two.pb, 0);
+  two.context.set_part(two.pa, {5}, {3});
+  EXPECT_THROW(two.context.set_part(two.pa, {5, 1}, {3, 0}), gradaccum::Error);
+  EXPECT_THROW(two.context.set_part(two.pa, {5}, {4}), gradaccum::Error);
   two.context.accumulate({two.da.data(), two.db.data()});
   two.context.step();
   EXPECT_EQ(two.a, (Floats{-0.25, -0.5}));
