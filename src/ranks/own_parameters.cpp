@@ -51,7 +51,7 @@ int64_t OwnParameters::bytes() const {
 
 // ---- What goes together with it ---------------------------------------------------------------------
 
-void OwnParameters::check_options() const {
+void OwnParameters::check_comm_settings() const {
   const auto refuse = [](const char* option) {
     fail(GA_ERROR_UNSUPPORTED, "%s does not go together with %s", option, kMode);
   };
@@ -196,7 +196,7 @@ void OwnParameters::agree() {
   sums_.clear();
   Message own = message(kSetComm, "ga_context_set_comm");
   const std::optional<Error> failure = failure_of([this] {
-    check_options();
+    check_comm_settings();
     check();
   });
   own.failed = failure.has_value();

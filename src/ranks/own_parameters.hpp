@@ -79,7 +79,7 @@ class OwnParameters final : public Ranks, private Agreement {
   void gather(const Message& own, const std::optional<Error>& failure, const char* function);
   const Message& message_of(int32_t rank) const;
   BinnedSum sum_of(int32_t rank, size_t group) const;
-  void check_options() const;
+  void check_comm_settings() const;
   void check() const;
   void check_param(size_t param) const;
   // Sums squares of what this rank has in the window; returns whether an element is infinite or NaN.
