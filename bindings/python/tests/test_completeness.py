@@ -105,7 +105,7 @@ def test_every_enumerator_is_there() -> None:
         "ClipWhen": "CLIP_WHEN_", "EmaKind": "EMA_", "Master": "MASTER_", "Rounding": "ROUND_",
         "Rows": "ROWS_", "StateParts": "STATE_", "Settings": "SETTINGS_", "BnMode": "BN_",
         "BnLayout": "BN_", "BnSpread": "BN_", "CommKind": "COMM_", "CommWire": "COMM_WIRE_",
-        "CommShard": "SHARD_", "CommAdder": "COMM_ADDER_",
+        "CommShard": "SHARD_", "CommAdder": "COMM_ADDER_", "Reduced": "REDUCED_",
     }  # fmt: skip
     have = {"GA_OK": 0, "GA_NO_TRANSPOSE": 0, "GA_TRANSPOSE": 1}  # success; the strides of a matrix
     have["GA_COMM_ID_SIZE"] = len(ga.Communicator.new_id())
