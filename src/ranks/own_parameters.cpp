@@ -105,14 +105,14 @@ void OwnParameters::check_param(size_t i) const {
   constexpr const char* kNever = "does not go together with";
   if (t.options.rows != GA_ROWS_NONE) refuse("rows", kNever);
   if (!is_sum(p.reduction)) refuse("GA_REDUCE_MAX", kNever);
+  const int32_t scope = model_.params.clip_of(p).scope;
+  if (scope == GA_CLIP_AGC) refuse("GA_CLIP_AGC", kNever);
   if (!t.part.is_cut(t.shape)) return;
   constexpr const char* kWhole = "needs whole parameters, and this is a part, under";
   const int op = model_.params.op_of(p);
   if (op >= 0 && (op_info(op).norms > 0 || op_info(op).factored || op_info(op).row_state))
     refuse(("the optimizer " + std::string(model_.params.group_of(p).info->name)).c_str(), kWhole);
-  const int32_t scope = model_.params.clip_of(p).scope;
   if (scope == GA_CLIP_PER_TENSOR) refuse("GA_CLIP_PER_TENSOR", kWhole);
-  if (scope == GA_CLIP_AGC) refuse("GA_CLIP_AGC", kWhole);
 }
 
 // ---- Messages ---------------------------------------------------------------------------------------
