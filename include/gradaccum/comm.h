@@ -246,7 +246,7 @@ GA_API ga_status ga_context_set_comm(ga_context* ctx, ga_comm* comm,
 /* Needed where a framework shards the model itself: FSDP and ZeRO-3, tensor parallelism, experts. With
    GA_SHARD_PARAMETERS each rank's context has what this rank has of the parameters, and gradients come
    reduced by the framework. A window is then clipped by norms over all ranks, skipped and counted as
-   that of one process would be, for which each rank's ga_step sends one message of 1,208 bytes, and 56
+   that of one process would be, for which each rank's ga_step sends one message of 1,360 bytes, and 64
    bytes more for each group beyond the 20th.
 
    Losses are multiplied by their weight before backward: a rank whose micro-batch is b samples gives

@@ -213,16 +213,12 @@ struct NormTask {
   Partial* partials;
 };
 
-// parts[chunk] <- the binned sum of squares of the source, and whether some element is infinite or NaN. On the CPU alone.
-struct BinnedPart {
-  BinnedSum sum;
-  int64_t nonfinite = 0;
-};
+// sums[chunk] <- the binned sum of squares of the source. On the CPU alone.
 struct BinnedTask {
   Source source;
   bool f64;
   int64_t count;
-  BinnedPart* parts;
+  BinnedSum* sums;
 };
 
 // Over all units of a parameter: squares of the clipped gradient, and the smallest factor.

@@ -218,7 +218,6 @@ class Checkpoint {
 
   // Loading: what the file has.
   static int64_t whole(double x, int64_t low, int64_t high, const char* what);
-  static std::string text_of(const std::vector<int64_t>& shape);
   void find_tensors();
   void find_param(size_t param, Problems& problems);
   void find_layer(ga_bn layer, Problems& problems);

@@ -24,12 +24,6 @@ constexpr size_t kPiece = size_t{256} << 10;
 
 }  // namespace
 
-std::string Checkpoint::text_of(const std::vector<int64_t>& shape) {
-  std::string text = "[";
-  for (const int64_t extent : shape) text += (text.size() > 1 ? ", " : "") + std::to_string(extent);
-  return text + "]";
-}
-
 // An integer in [low, high], from a number of a file.
 int64_t Checkpoint::whole(double x, int64_t low, int64_t high, const char* what) {
   if (!(x >= static_cast<double>(low) && x <= static_cast<double>(high)) || x != std::floor(x))

@@ -149,8 +149,9 @@ void Averages::swap(bool on) {
   if (on && kept > 0) copies = Buffer(*model_.backend, kept);
   if (piece > 0) scratch = Buffer(*model_.backend, piece);
   if (on) {
+    for (size_t i = 0; i < model_.tables.params(); ++i)
+      if (is_computed(model_.params[i])) copies_.follow_data(static_cast<ga_param>(i));
     kept_.swap(copies);
-    copies_.follow_data();
   }
 
   model_.health.or_break([&] {

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Names and sizes of dtypes.
+// Names and sizes of dtypes; shapes as messages have them.
 #pragma once
 
 #include <cstdint>
+#include <string>
+#include <vector>
 
 #include "gradaccum/gradaccum.h"
 
@@ -22,6 +24,12 @@ inline DtypeInfo dtype_info(int32_t dtype) {
                                         {"bf16", 2, true, "BF16"}, {"i32", 4, false, "I32"},
                                         {"i64", 8, false, "I64"}};
   return table[dtype >= GA_F32 && dtype <= GA_I64 ? dtype : 0];
+}
+
+inline std::string text_of(const std::vector<int64_t>& shape) {
+  std::string text = "[";
+  for (const int64_t extent : shape) text += (text.size() > 1 ? ", " : "") + std::to_string(extent);
+  return text + "]";
 }
 
 }  // namespace ga

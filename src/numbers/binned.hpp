@@ -13,6 +13,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <limits>
 
 #include "core/hd.hpp"
 
@@ -25,6 +26,10 @@ struct BinnedSum {
   int64_t top = kNone;        // K; kNone: all terms are zeros
   int64_t units[kBins] = {};  // of bins K, K - 1, K - 2: below 2^40 each, and
   int64_t wraps[kBins] = {};  // so many times 2^40 more
+
+  // Of terms that no bin takes, which value() has in place of the others.
+  enum Nonfinite : int64_t { kInfinite = 1, kNan = 2 };
+  int64_t nonfinite = 0;
 
   // The bin of the square of a number whose exponent, of ilogb(), is e.
   GA_HD static int64_t bin_of(int e) {
@@ -39,6 +44,7 @@ struct BinnedSum {
     for (int64_t k = top - t, from = 0; k < kBins; ++k, ++from) put(k, more[from]);
   }
   GA_HD void add(const BinnedSum& sum) {
+    nonfinite |= sum.nonfinite;
     if (sum.top == kNone) return;
     raise(sum.top);
     for (int64_t k = top - sum.top, from = 0; k < kBins; ++k, ++from) {
@@ -49,6 +55,8 @@ struct BinnedSum {
 
   // The same double whatever the parts were; infinite where it is too large.
   double value() const {
+    if (nonfinite & kNan) return std::numeric_limits<double>::quiet_NaN();
+    if (nonfinite & kInfinite) return std::numeric_limits<double>::infinity();
     if (top == kNone) return 0;
     int64_t digits[kBins + 2] = {};  // in base 2^40, the last one first
     int64_t carry = 0;

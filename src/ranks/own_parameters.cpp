@@ -16,10 +16,8 @@ namespace {
 
 constexpr const char* kMode = "GA_SHARD_PARAMETERS";
 
-std::string text_of(const std::vector<int64_t>& list) {
-  std::string text;
-  for (const int64_t x : list) text += (text.empty() ? "" : ", ") + std::to_string(x);
-  return "[" + text + "]";
+[[noreturn]] void refuse(const char* option) {
+  fail(GA_ERROR_UNSUPPORTED, "%s does not go together with %s", option, kMode);
 }
 
 int64_t count_of(const std::vector<int64_t>& shape) {
@@ -46,15 +44,12 @@ OwnParameters::~OwnParameters() { comm_->give_back(); }
 int64_t OwnParameters::bytes() const {
   return static_cast<int64_t>((sent_.capacity() + gathered_.capacity()) * sizeof(uint64_t) +
                               tasks_.capacity() * sizeof(BinnedTask) +
-                              chunks_.capacity() * sizeof(BinnedPart));
+                              chunks_.capacity() * sizeof(BinnedSum));
 }
 
 // ---- What goes together with it ---------------------------------------------------------------------
 
 void OwnParameters::check_comm_settings() const {
-  const auto refuse = [](const char* option) {
-    fail(GA_ERROR_UNSUPPORTED, "%s does not go together with %s", option, kMode);
-  };
   if (model_.config.device != GA_DEVICE_CPU)
     fail(GA_ERROR_UNSUPPORTED, "%s is for contexts on the CPU, as of parameters that are offloaded",
          kMode);
@@ -73,9 +68,6 @@ void OwnParameters::check_comm_settings() const {
 
 void OwnParameters::check() const {
   const ga_config& c = model_.config;
-  const auto refuse = [](const char* option) {
-    fail(GA_ERROR_UNSUPPORTED, "%s does not go together with %s", option, kMode);
-  };
   if (c.gradient_kind != GA_GRADIENT_SUM)
     fail(GA_ERROR_UNSUPPORTED,
          "gradient_kind was GA_GRADIENT_MEAN, but with %s gradients arrive with the weights of "
@@ -345,14 +337,13 @@ Source OwnParameters::gradient_of(size_t i) const {
   return {sums.data, sums.format, 1, nullptr};
 }
 
-bool OwnParameters::sum_squares() {
+void OwnParameters::sum_squares() {
   tasks_.clear();
   summed_.clear();
   int64_t chunks = 0;
   for (size_t i = 0; i < model_.params.size(); ++i) {
     const Param& p = model_.params[i];
     if (p.frozen || p.held() == Held::kNothing || p.count == 0) continue;
-    if (i < counts_.size() && !counts_[i]) continue;
     BinnedTask task = {};
     task.source = gradient_of(i);
     task.f64 = p.f64;
@@ -362,22 +353,25 @@ bool OwnParameters::sum_squares() {
     chunks += chunk_count(p.count);
   }
   chunks_.resize(static_cast<size_t>(chunks));
-  BinnedPart* next = chunks_.data();
+  BinnedSum* next = chunks_.data();
   for (BinnedTask& task : tasks_) {
-    task.parts = next;
+    task.sums = next;
     next += chunk_count(task.count);
   }
   model_.arrays.reserve(std::max(chunks, model_.arrays.chunks()), model_.params.size());
   model_.backend->host()->sum_binned({tasks_.data(), tasks_.size()});
   nonfinite_at_ = -1;
   for (size_t k = 0; k < tasks_.size(); ++k) {
-    const auto group = static_cast<size_t>(model_.params[summed_[k]].group);
-    for (int64_t c = 0; c < chunk_count(tasks_[k].count); ++c) {
-      sums_[group].add(tasks_[k].parts[c].sum);
-      if (tasks_[k].parts[c].nonfinite != 0 && nonfinite_at_ < 0) nonfinite_at_ = summed_[k];
-    }
+    const auto i = static_cast<size_t>(summed_[k]);
+    BinnedSum sum;
+    for (int64_t c = 0; c < chunk_count(tasks_[k].count); ++c) sum.add(tasks_[k].sums[c]);
+    if (sum.nonfinite != 0 && nonfinite_at_ < 0) nonfinite_at_ = summed_[k];
+    BinnedSum& group = sums_[static_cast<size_t>(model_.params[i].group)];
+    if (i >= counts_.size() || counts_[i])
+      group.add(sum);
+    else
+      group.nonfinite |= sum.nonfinite;
   }
-  return nonfinite_at_ >= 0;
 }
 
 bool OwnParameters::begin_end(WindowTotals& totals, bool) {
@@ -387,7 +381,7 @@ bool OwnParameters::begin_end(WindowTotals& totals, bool) {
     const std::optional<Error> failure = failure_of([&] {
       if (!checked_) check();
       checked_ = true;
-      own.nonfinite = sum_squares();
+      sum_squares();
     });
     own.failed = failure.has_value();
     own.weight = totals.weight;
@@ -409,7 +403,7 @@ bool OwnParameters::begin_end(WindowTotals& totals, bool) {
   bool nonfinite = false;
   for (int32_t q = 0; q < comm_->ranks(); ++q) {
     const Message& m = message_of(q);
-    nonfinite = nonfinite || m.nonfinite != 0;
+    for (size_t k = 0; k < sums_.size(); ++k) nonfinite = nonfinite || sum_of(q, k).nonfinite != 0;
     const Message*& first = of_data[static_cast<size_t>(m.data_rank)];
     if (!first) {
       first = &m;
@@ -443,8 +437,7 @@ void OwnParameters::add_gradients() {
   Control& c = *model_.tables.control.at();
   c.sums = window_;
   c.nonfinite_at = nonfinite_at_;
-  const double mean =
-      (model_.config.reduce == GA_REDUCE_MEAN ? 1 / window_.weight : 1) * reduced_over_;
+  const double mean = mean_of(model_.tables.settings[0], window_.weight);
   BinnedSum all, shared;
   for (size_t k = 0; k < sums_.size(); ++k) {
     BinnedSum group;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Ranks that have parameters, or parts of them, of their own (GA_SHARD_PARAMETERS). The program's framework has reduced
 // the gradients; a window is clipped, skipped and counted as that of one process. For that, each rank tells the others in
-// one message what it brings: weights, whether its gradient is finite, and a binned sum of squares for each group.
+// one message what it brings: weights, and a binned sum of squares for each group, which says if something is not finite.
 #pragma once
 
 #include <cstdint>
@@ -57,7 +57,6 @@ class OwnParameters final : public Ranks, private Agreement {
     uint64_t settings;
     int64_t fresh;   // its parts are not those that the ranks have agreed on
     int64_t failed;  // it cannot make the call
-    int64_t nonfinite;
     int64_t data_rank;
     double micro_batches, weighted;
     double weight;
@@ -82,8 +81,8 @@ class OwnParameters final : public Ranks, private Agreement {
   void check_comm_settings() const;
   void check() const;
   void check_param(size_t param) const;
-  // Sums squares of what this rank has in the window; returns whether an element is infinite or NaN.
-  bool sum_squares();
+  // Sums squares of what this rank has in the window.
+  void sum_squares();
   Source gradient_of(size_t param) const;
   // The part of each parameter of this rank, as text; and the parts of all ranks, which are to be those of whole
   // parameters.
@@ -119,9 +118,9 @@ class OwnParameters final : public Ranks, private Agreement {
   std::vector<uint64_t> sent_, gathered_;
   std::vector<BinnedTask> tasks_;
   std::vector<ga_param> summed_;  // of the tasks
-  std::vector<BinnedPart> chunks_;
+  std::vector<BinnedSum> chunks_;
   WindowSums window_ = {};
-  int64_t nonfinite_at_ = -1;
+  int64_t nonfinite_at_ = -1;  // as Control has it
 };
 
 }  // namespace ga

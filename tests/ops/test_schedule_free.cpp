@@ -43,12 +43,14 @@ struct Sequences {
 // A context with a parameter, and steps whose learning rate rises and falls.
 class Training {
  public:
-  Training(const ga_optimizer& o, int32_t dtype, int32_t master, int64_t count = kCount)
+  Training(const ga_optimizer& o, int32_t dtype, int32_t master, int64_t count = kCount,
+           bool follows = false)
       : optimizer_(o), dtype_(dtype), p(random_tensor(dtype, count, 5)) {
     ctx.group(o);
     ga_param_options options;
     EXPECT_OK(ga_param_options_init(&options, sizeof options));
     options.master = master;
+    options.follow_data = follows;
     add(ctx, 0, p, {}, options);
   }
 
@@ -156,6 +158,32 @@ TEST_P(Averages, ThereAndBack) {
       EXPECT_TRUE(run.p == twin.p);
       EXPECT_TRUE(run.average(GA_F64) == twin.average(GA_F64));
     }
+  }
+}
+
+// What the program writes to a parameter moves the average that it becomes, and is there again afterwards.
+TEST_P(Averages, FollowTheProgram) {
+  const ga_optimizer o = schedule_free(GetParam());
+  const double beta = o.kind == GA_OPTIMIZER_SCHEDULE_FREE_ADAMW ? o.beta1 : o.momentum;
+  for (const bool swapped : {true, false}) {
+    Training run(o, GA_BF16, GA_MASTER_F32, kCount, true);
+    for (int t = 0; t < 3; ++t) run.step();
+    for (int64_t i = 0; i < kCount; i += 7) run.p.set(i, run.p.get(i) + 1);
+    const Tensor written = run.p;
+    std::vector<float> z(static_cast<size_t>(kCount));
+    ASSERT_OK(ga_state_get(run.ctx, 0, "z", z.data(), GA_F32, kCount));
+    if (swapped) {
+      ASSERT_OK(ga_ema_swap(run.ctx, 1));
+    }
+    const Tensor average = swapped ? run.p : run.average(GA_BF16);
+    for (int64_t i = 0; i < kCount; i += 7) {
+      const double x = (written.get(i) - (1 - beta) * z[static_cast<size_t>(i)]) / beta;
+      ASSERT_NEAR(average.get(i), x, std::abs(x) * 0x1p-8 + 1e-5) << i;
+    }
+    if (swapped) {
+      ASSERT_OK(ga_ema_swap(run.ctx, 0));
+    }
+    EXPECT_TRUE(run.p == written);
   }
 }
 

@@ -359,6 +359,54 @@ TEST(OwnParameters, TensorParallelAndReplicated) {
   });
 }
 
+// With GA_NONFINITE_IGNORE a window whose gradient has an infinity or a NaN on one rank has that norm on all.
+TEST(OwnParameters, NormsOfWhatIsNotFinite) {
+  for (const float bad : {INFINITY, -INFINITY, NAN}) {
+    on_ranks(3, [&](int32_t r, ga_comm* comm) {
+      ga_config c = summing();
+      c.nonfinite = GA_NONFINITE_IGNORE;
+      Context ctx(c);
+      ctx.group(plain_sgd());
+      std::vector<float> p(5000), g(5000, 1.0f);
+      const ga_param id = ctx.param(0, "w", p.data(), ref::Shape{5000});
+      const int64_t whole = 15000, first = 5000 * r;
+      ASSERT_OK(ga_param_set_part(ctx, id, &whole, &first, 1));
+      const ga_comm_options options = own_parameters();
+      ASSERT_OK(ga_context_set_comm(ctx, comm, &options));
+      if (r == 1) g[4000] = bad;
+      ctx.accumulate({g.data()});
+      const double norm = step(ctx).norm;
+      if (std::isnan(bad))
+        EXPECT_TRUE(std::isnan(norm)) << norm;
+      else
+        EXPECT_EQ(norm, INFINITY);
+    });
+  }
+}
+
+// Copies that should be alike are all looked at, though the squares of one count.
+TEST(OwnParameters, ANanInACopy) {
+  for (const int32_t bad : {0, 1, 2}) {
+    on_ranks(3, [&](int32_t r, ga_comm* comm) {
+      Context ctx(summing());
+      ctx.group(plain_sgd());
+      std::vector<float> p(10, 1.0f), g(10, 3.0f);
+      const ga_param id = ctx.param(0, "w", p.data(), ref::Shape{10});
+      const int64_t whole = 10, first = 0;
+      ASSERT_OK(ga_param_set_part(ctx, id, &whole, &first, 3));
+      const ga_comm_options options = own_parameters();
+      ASSERT_OK(ga_context_set_comm(ctx, comm, &options));
+      ctx.accumulate({g.data()});
+      EXPECT_NEAR(step(ctx).norm, 3 * std::sqrt(10), 1e-12);
+      const std::vector<float> before = p;
+      if (r == bad) g[9] = NAN;
+      ctx.accumulate({g.data()});
+      EXPECT_EQ(step(ctx).outcome, GA_STEP_SKIPPED_NONFINITE);
+      EXPECT_EQ(p, before);
+    });
+  }
+}
+
 struct Box {
   std::vector<int64_t> whole, first, shape;
   int32_t copies = 1;

@@ -58,12 +58,12 @@ GA_INLINE double power_of_two(int64_t exponent) {
 
 // x: whole groups.
 template <class T>
-void add_binned(const T* x, int64_t count, BinnedPart& part) {
+void add_binned(const T* x, int64_t count, BinnedSum& sum) {
   const BitsOf<T> bits = largest_bits(x, count);
   T most;
   std::memcpy(&most, &bits, sizeof most);
   if (!is_finite(most)) {
-    part.nonfinite = 1;
+    sum.nonfinite |= std::isnan(most) ? BinnedSum::kNan : BinnedSum::kInfinite;
     return;
   }
   if (most == 0) return;
@@ -91,14 +91,14 @@ void add_binned(const T* x, int64_t count, BinnedPart& part) {
   int64_t units[BinnedSum::kBins];
   for (int k = 0; k < BinnedSum::kBins; ++k)
     units[k] = lanes[0].units(k, calls) + lanes[1].units(k, calls);
-  part.sum.add(bin, units);
+  sum.add(bin, units);
 }
 
 template <class T>
 void binned_chunk(const BinnedTask& task, int64_t offset, int64_t count) {
   alignas(64) T tile[kTile];
   const T scale = static_cast<T>(scale_of(task.source));
-  BinnedPart part;
+  BinnedSum sum;
   for (int64_t t = 0; t < count; t += kTile) {
     const int64_t n = smaller(kTile, count - t);
     const T* g = load<T>(task.source, offset + t, n, tile);
@@ -107,9 +107,9 @@ void binned_chunk(const BinnedTask& task, int64_t offset, int64_t count) {
       pad_tile(tile, n);
       g = tile;
     }
-    add_binned(g, whole_groups(n), part);
+    add_binned(g, whole_groups(n), sum);
   }
-  task.parts[offset / kChunk] = part;
+  task.sums[offset / kChunk] = sum;
 }
 
 void binned(const BinnedTask& task, int64_t offset, int64_t count) {
