@@ -4,6 +4,7 @@
 
 #include "api/call.hpp"
 #include "checkpoint/checkpoint.hpp"
+#include "checkpoint/rank_files.hpp"
 #include "core/callback.hpp"
 #include "files/disk.hpp"
 
@@ -116,9 +117,10 @@ ga_status ga_save(ga_context* ctx, const char* path, const ga_state_options* opt
     const ga_state_options o = read_state_options(options);
     const std::string call = call_of("ga_save", o);
     ctx->model.ranks->on_all_ranks(call.c_str(), true, [&](const ga::Ranks::Ready& ready) {
-      ctx->model.ranks->check_paths("ga_save", path);
+      const bool together = ctx->model.ranks->has_one_path("ga_save", path);
       ga::Checkpoint checkpoint(ctx->stages, o, "ga_save");
       checkpoint.gather(ready);
+      if (together) return ga::save_rank_files(ctx->model, checkpoint, path, o.note, ready);
       if (ctx->model.ranks->rank() != 0) return checkpoint.save({}, ready);
       ga::FileWriter file(path);
       file.reserve(checkpoint.file_bytes());
@@ -138,12 +140,9 @@ ga_status ga_load(ga_context* ctx, const char* path, const ga_state_options* opt
     ctx->model.ranks->on_all_ranks("ga_load", false, [&](const ga::Ranks::Ready& ready) {
       ga::Checkpoint checkpoint(ctx->stages, o, "ga_load");
       checkpoint.check_load();
-      const ga::FileReader file(path);
-      naming_file("ga_load", path, [&] {
-        checkpoint.load(
-            file.size(),
-            [&](int64_t offset, void* data, size_t size) { file.read(offset, data, size); }, ready);
-      });
+      int64_t size = 0;
+      const ga::ReadAt read = ga::reading_of(path, size);
+      naming_file("ga_load", path, [&] { checkpoint.load(size, read, ready, ga::beside(path)); });
     });
   });
 }

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "batchnorm/batchnorm.hpp"
+#include "checkpoint/assembled_file.hpp"
 #include "core/error.hpp"
 #include "files/fields.hpp"
 #include "files/state_file.hpp"
@@ -51,6 +52,9 @@ class Problems {
   size_t count_ = 0, left_out_ = 0;
 };
 
+// Opens a file of that name beside another one; size becomes that of it.
+using OpenBeside = std::function<ReadAt(const std::string& name, int64_t& size)>;
+
 class Checkpoint {
  public:
   // Throws if the context cannot be saved now. what: the function that was called.
@@ -68,8 +72,9 @@ class Checkpoint {
   // this rank stores nothing. ready: as above; may be empty in a context that is alone.
   void save(const WriteAt& write, const Ready& ready = {});
   void check_load() const;  // throws if the context cannot be loaded now
-  // ready, unless empty, is called when everything is checked and nothing has changed yet; it may throw.
-  void load(int64_t size, const ReadAt& read, const Ready& ready = {});
+  // ready, unless empty, is called when everything is checked and nothing has changed yet; it may throw. open: opens
+  // files beside this one, if there is such a place.
+  void load(int64_t size, const ReadAt& read, const Ready& ready = {}, const OpenBeside& open = {});
 
   // All that changes numbers, by key, in the order of groups, or of parameters and layers.
   using Settings = RankState::Settings;
@@ -217,6 +222,8 @@ class Checkpoint {
   void store_live_gradients();
 
   // Loading: what the file has.
+  void open_file(int64_t size, const ReadAt& read, const OpenBeside& open);
+  bool has_cut_parts() const;
   static int64_t whole(double x, int64_t low, int64_t high, const char* what);
   void find_tensors();
   void find_param(size_t param, Problems& problems);
@@ -261,6 +268,8 @@ class Checkpoint {
   void reserve_joining();
   void fill(const Buffer& buffer, int64_t tensor);
   void place_windows();
+  // The gradients of a parameter that lie in place as the file has them.
+  size_t placed() const { return assembled_ ? 0 : 1; }
   void place_dense(size_t param);
   void place_rows(size_t param, const HeldIn& held);
 
@@ -294,7 +303,10 @@ class Checkpoint {
   std::vector<int64_t> piece_;  // of what ranks hand to each other
   std::unique_ptr<StateWriter> writer_;
 
-  const ReadAt* read_ = nullptr;
+  OwnParts own_;
+  std::unique_ptr<AssembledFile>
+      assembled_;  // what file_ reads, where it has other parts of parameters
+  ReadAt read_;
   std::unique_ptr<StateReader> file_;
   std::map<std::string_view, size_t> names_;            // of the file's tensors
   std::vector<char> claimed_;                           // by tensor

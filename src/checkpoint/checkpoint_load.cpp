@@ -9,6 +9,7 @@
 
 #include "batchnorm/batchnorm.hpp"
 #include "checkpoint/checkpoint.hpp"
+#include "checkpoint/rank_files.hpp"
 #include "core/error.hpp"
 #include "core/tensor.hpp"
 #include "files/names.hpp"
@@ -40,11 +41,10 @@ void Checkpoint::check_load() const {
          what_);
 }
 
-void Checkpoint::load(int64_t size, const ReadAt& read, const Ready& ready) {
+void Checkpoint::load(int64_t size, const ReadAt& read, const Ready& ready,
+                      const OpenBeside& open) {
   check_load();
-  read_ = &read;
-  file_ = std::make_unique<StateReader>(size, read, options_.unmarked != 0);
-  total_ = 2 * file_->data_bytes();
+  open_file(size, read, open);
   find_tensors();
   if (options_.parts != GA_STATE_PARAMETERS) {
     compare_settings();
@@ -73,6 +73,57 @@ void Checkpoint::load(int64_t size, const ReadAt& read, const Ready& ready) {
   } catch (const std::exception& e) {
     fail_halfway(e.what());
   }
+}
+
+// Opens the file; or, where it has not the parts of parameters that this context has, one that is put together of it, or
+// of the files that it is the index of.
+void Checkpoint::open_file(int64_t size, const ReadAt& read, const OpenBeside& open) {
+  read_ = read;
+  file_ = std::make_unique<StateReader>(size, read, options_.unmarked != 0);
+  total_ = 2 * file_->data_bytes();
+  const std::string* const parts = file_->find("own_parts");
+  if (!is_index(*file_) && !parts && !model_.ranks->has_own_parameters() && !has_cut_parts())
+    return;
+  own_ = OwnParts::of(model_);
+  std::vector<AssembledFile::Source> sources;
+  if (is_index(*file_)) {
+    if (!open)
+      fail(GA_ERROR_UNSUPPORTED,
+           "it is the index of the files of several ranks, which ga_load loads by its path");
+    sources = open_rank_files(*file_, open);
+  } else {
+    OwnParts theirs = parts ? OwnParts::from(*parts) : own_.whole();
+    sources.push_back({std::move(file_), read, std::move(theirs)});
+  }
+  for (const AssembledFile::Source& s : sources)
+    if (const std::string* const ranks = s.file->find("ranks"); ranks && *ranks != "1")
+      fail(GA_ERROR_UNSUPPORTED,
+           "it has the open windows of %s ranks, which have no parts of parameters; a state that "
+           "is saved between windows loads here",
+           ranks->c_str());
+  const auto same = std::find_if(sources.begin(), sources.end(), [&](const auto& s) {
+    return s.own.samples == own_.samples && s.own.has_parts_of(own_);
+  });
+  if (same != sources.end()) {
+    file_ = std::move(same->file);
+    read_ = std::move(same->read);
+    total_ = 2 * file_->data_bytes();
+    return;
+  }
+  assembled_ = std::make_unique<AssembledFile>(
+      own_, std::move(sources),
+      [this](const std::string& name) { return model_.ranks->knows(name); });
+  file_ = assembled_->reader();
+  read_ = [this](int64_t offset, void* to, size_t n) { assembled_->read(offset, to, n); };
+  total_ = 2 * file_->data_bytes() + assembled_->bytes_to_check();
+  assembled_->check([this](int64_t bytes) { report(bytes, true); });
+}
+
+// Whether some parameter is a part of one.
+bool Checkpoint::has_cut_parts() const {
+  const auto& tensors = model_.params.tensors();
+  return std::any_of(tensors.begin(), tensors.end(),
+                     [](const Tensor& t) { return !t.removed && t.part.is_cut(t.shape); });
 }
 
 // Leaves a context of no use.
@@ -119,12 +170,9 @@ bool Checkpoint::is_left_out(const std::string& name) const {
   if (options_.parts == GA_STATE_ALL) return false;
   const auto is_param = [&](std::string_view n) { return model_.params.find(n) >= 0; };
   if (options_.parts == GA_STATE_LIBRARY) return is_param(name);
-  for (size_t dot = name.find('.'); dot != std::string::npos; dot = name.find('.', dot + 1)) {
-    const std::string_view owner = std::string_view(name).substr(0, dot);
-    if (is_state_of(name, owner) && (is_param(owner) || stages_.layers.find(owner) >= 0))
-      return true;
-  }
-  return false;
+  return !owner_of(name, [&](std::string_view n) {
+            return is_param(n) || stages_.layers.find(n) >= 0;
+          }).empty();
 }
 
 void Checkpoint::find_tensors() {
@@ -313,7 +361,7 @@ void Checkpoint::read_all() {
     if (kept != small_.end()) kept->second.resize(left);
     for (size_t at = 0; left > 0;) {
       const size_t size = std::min(left, kPiece);
-      file_->next(*read_, kept != small_.end() ? kept->second.data() + at : buffer.data(), size);
+      file_->next(read_, kept != small_.end() ? kept->second.data() + at : buffer.data(), size);
       at += size;
       left -= size;
       report(static_cast<int64_t>(size), true);
@@ -466,7 +514,7 @@ void Checkpoint::list_regions() {
     const Param& p = model_.params[i];
     const ParamIn& in = params_[i];
     if (in.has(kValues)) add(in.at(kValues), p.data);
-    if (!joined_[i].dense.empty() && p.count > 0) {
+    if (!joined_[i].dense.empty() && p.count > 0 && placed() > 0) {
       const HeldIn& first = *joined_[i].dense[0];
       add(first.at(kHeldSums), p.accumulator);
       if (first.has(kHeldLow)) add(first.at(kHeldLow), model_.params.tensor(i).low);
@@ -489,7 +537,7 @@ void Checkpoint::place_arrays() {
     passed_over.resize(std::min(bytes, kPiece));
     for (size_t size; bytes > 0; bytes -= size) {
       size = std::min(bytes, kPiece);
-      file_->next(*read_, passed_over.data(), size);
+      file_->next(read_, passed_over.data(), size);
     }
   };
   size_t at = 0, left = 0, behind = 0;
@@ -502,7 +550,7 @@ void Checkpoint::place_arrays() {
       left = regions_[at++].bytes;
       behind = static_cast<size_t>(t.end - t.begin) - from.first - left;
     }
-    file_->next(*read_, piece, bytes);
+    file_->next(read_, piece, bytes);
     left -= bytes;
     report(static_cast<int64_t>(bytes), false);
     if (left == 0) pass_over(behind);

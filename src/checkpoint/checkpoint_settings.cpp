@@ -223,6 +223,7 @@ void Checkpoint::read_keys() {
   const ParamList& params = model_.params;
   keys_.clear();
   next_key_ = params.next_key();
+  if (assembled_) return;  // each rank has given keys to parameters of its own
   if (const std::string* const text = file_->find("keys")) {
     int64_t next = 0;
     Fields(*text, "keys").get("next", next);

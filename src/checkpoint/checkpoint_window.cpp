@@ -270,7 +270,7 @@ void Checkpoint::read_held(size_t i, HeldIn& w) const {
     const auto& values = file_->tensors()[static_cast<size_t>(w.at(kHeldValues))].shape;
     if (values[0] != partials) fail_held("has not as many values as rows");
   }
-  if (static_cast<int64_t>(w.partials.size()) != partials)
+  if (!assembled_ && static_cast<int64_t>(w.partials.size()) != partials)
     fail_held("has another number of partial sums than this version of the library");
 }
 
@@ -534,7 +534,7 @@ void Checkpoint::reserve_joining() {
     if (rows > 0)
       model_.backend->prepare_rows(
           stages_.accumulator.rows_task(static_cast<ga_param>(i), nullptr, GA_I64, rows, {}), 0);
-    if (j.dense.size() < 2) continue;
+    if (j.dense.size() <= placed()) continue;
     const auto bytes = static_cast<size_t>(model_.params[i].count) *
                        static_cast<size_t>(dtype_info(model_.params[i].accumulator_dtype).size);
     added = std::max(added, bytes);
@@ -553,7 +553,7 @@ void Checkpoint::fill(const Buffer& buffer, int64_t tensor) {
   const Region region = {buffer.data(), static_cast<size_t>(t.end - t.begin)};
   file_->seek(static_cast<size_t>(tensor));
   model_.backend->write_pieces({&region, 1}, [&](void* piece, size_t bytes) {
-    file_->next(*read_, piece, bytes);
+    file_->next(read_, piece, bytes);
     report(static_cast<int64_t>(bytes), false);
   });
 }
@@ -577,11 +577,12 @@ void Checkpoint::place_dense(size_t i) {
   const Joined& j = joined_[i];
   const auto id = static_cast<ga_param>(i);
   const Param& p = model_.params[id];
-  model_.backend->write(p.partials, j.partials.data(), j.partials.size() * sizeof(Partial));
+  if (placed() > 0)
+    model_.backend->write(p.partials, j.partials.data(), j.partials.size() * sizeof(Partial));
   const bool running = is_running_mean(p);
   auto* const by = static_cast<Adding*>(added_by_.data());
   double weight = weight_of(*j.dense[0]);
-  for (size_t k = 1; k < j.dense.size(); ++k) {
+  for (size_t k = placed(); k < j.dense.size(); ++k) {
     const HeldIn& h = *j.dense[k];
     fill(added_, h.at(kHeldSums));
     if (p.pair) fill(added_low_, h.at(kHeldLow));
@@ -595,7 +596,8 @@ void Checkpoint::place_dense(size_t i) {
     task.source[0] = {added_.data(), p.accumulator_dtype, 1, nullptr};
     if (p.pair) task.source[0] = {&by->pair, kPair, 1, nullptr};
     task.sources = 1;
-    task.keep = keep_of(p.reduction);
+    task.keep = k == 0 ? 0 : keep_of(p.reduction);
+    if (assembled_) task.source[0].scale = assembled_->gradient_scale();
     task.param = is_sum(p.reduction) ? id : -1;
     if (running) {
       const double before = weight;
@@ -603,7 +605,7 @@ void Checkpoint::place_dense(size_t i) {
       task.keep = before / weight;
       task.source[0].scale = weight_of(h) / weight;
     }
-    if (model_.config.accumulation == GA_ACCUMULATE_STOCHASTIC && is_sum(p.reduction)) {
+    if (model_.config.accumulation == GA_ACCUMULATE_STOCHASTIC && is_sum(p.reduction) && k > 0) {
       task.counter = &by->windows;
       task.seed = model_.config.seed ^ stages_.accumulator.rank_key();
       task.contribution = j.contributions.count - static_cast<int64_t>(k);
@@ -629,7 +631,7 @@ void Checkpoint::place_rows(size_t i, const HeldIn& w) {
   const Batch batch = batch_of(i, w.rows.size());
   file_->seek(static_cast<size_t>(w.at(kHeldValues)));
   const auto fill = [&](void* piece, size_t bytes) {
-    file_->next(*read_, piece, bytes);
+    file_->next(read_, piece, bytes);
     report(static_cast<int64_t>(bytes), false);
   };
   for (size_t first = 0; first < w.rows.size(); first += batch.rows) {

@@ -213,6 +213,16 @@ void FileWriter::give_up(const char* what, int error) {
   fail_io(path_, what, error);
 }
 
+void remove_file(const char* path) noexcept {
+  try {
+    std::string in, name;
+    os::split(path, &in, &name);
+    os::Folder folder;
+    if (os::open_folder(folder, in, &folder) == 0) os::remove_unlocked(folder, name.c_str());
+  } catch (...) {  // no memory: the file stays
+  }
+}
+
 // ---- Reading ------------------------------------------------------------------------------------
 
 FileReader::FileReader(const char* path) : path_(checked(path)) {

@@ -71,6 +71,9 @@ class FileWriter {
   os::Handle file_;
 };
 
+// Removes a file, if there is one and it can be removed.
+void remove_file(const char* path) noexcept;
+
 // Reads a regular file. Another process may replace the file meanwhile: the reader keeps the old
 // one.
 class FileReader {

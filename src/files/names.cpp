@@ -32,6 +32,15 @@ bool is_state_of(std::string_view key, std::string_view name) {
   return std::binary_search(names.begin(), names.end(), rest.substr(0, rest.find('.')));
 }
 
+std::string_view owner_of(std::string_view key,
+                          const std::function<bool(std::string_view)>& is_used) {
+  for (size_t dot = key.find('.'); dot != std::string_view::npos; dot = key.find('.', dot + 1)) {
+    const std::string_view owner = key.substr(0, dot);
+    if (is_state_of(key, owner) && is_used(owner)) return owner;
+  }
+  return {};
+}
+
 void check_name(const Subject& of, std::string_view name,
                 const std::function<bool(std::string_view)>& is_used) {
   if (name.size() > kLongestName)
@@ -46,13 +55,10 @@ void check_name(const Subject& of, std::string_view name,
         "its name is one that state files use themselves: __metadata__, or one that begins with "
         "%s",
         kOurs.data());
-  for (size_t dot = name.find('.'); dot != std::string_view::npos; dot = name.find('.', dot + 1)) {
-    const std::string_view owner = name.substr(0, dot);
-    if (is_state_of(name, owner) && is_used(owner))
-      of.fail(GA_ERROR_INVALID_ARGUMENT,
-              "its name is also that of state of \"%.200s\" in a state file (ga_save)",
-              std::string(owner).c_str());
-  }
+  if (const std::string_view owner = owner_of(name, is_used); !owner.empty())
+    of.fail(GA_ERROR_INVALID_ARGUMENT,
+            "its name is also that of state of \"%.200s\" in a state file (ga_save)",
+            std::string(owner).c_str());
 }
 
 }  // namespace ga

@@ -191,12 +191,22 @@ StateReader::StateReader(int64_t size, const ReadAt& read, bool unmarked) {
     data_bytes_ = header_.tensors[0].end;
     header_ = safetensors::parse(index, data_bytes_, kMostIndex);
   }
+  make_room();
+  check_mark(unmarked);
+  if (ours_) take_sums();
+}
+
+StateReader::StateReader(safetensors::Header header, bool is_ours)
+    : ours_(is_ours), header_(std::move(header)) {
+  if (!tensors().empty()) data_bytes_ = tensors().back().end;
+  make_room();
+}
+
+void StateReader::make_room() {
   for (const auto& [key, value] : header_.metadata)
     if (begins_with(key, kOurs)) keys_[std::string_view(key).substr(kOurs.size())] = &value;
-  check_mark(unmarked);
   sums_.resize(tensors().size());
   known_.resize(tensors().size());
-  if (ours_) take_sums();
   ahead_.reserve(kGathered);  // so that no reading allocates
 }
 

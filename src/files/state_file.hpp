@@ -89,12 +89,16 @@ class StateReader {
   // Reads the header of a file of that size and checks it. unmarked: a file without a mark is legal.
   // Throws GA_ERROR_FORMAT.
   StateReader(int64_t size, const ReadAt& read, bool unmarked);
+  // Of what is read as one file and has no header to read: its data come first. It has no checksums: the second reading
+  // of a tensor must match the first.
+  StateReader(safetensors::Header header, bool is_ours);
 
   bool is_ours() const { return ours_; }  // written by this library, so there are checksums
   const std::vector<safetensors::Tensor>& tensors() const { return header_.tensors; }
   // The text of one of our keys, which is given without kOurs; NULL: there is none.
   const std::string* find(std::string_view key) const;
   const Metadata& metadata() const { return header_.metadata; }
+  int64_t data_begin() const { return data_begin_; }  // in the file
   int64_t data_bytes() const { return data_bytes_; }
 
   // next() goes on with the first byte of that tensor.
@@ -105,6 +109,7 @@ class StateReader {
   void next(const ReadAt& read, void* to, size_t size);
 
  private:
+  void make_room();
   void check_mark(bool unmarked);
   std::string read_index(const ReadAt& read) const;
   void take_sums();

@@ -11,6 +11,7 @@
 
 #include "backend/backend.hpp"
 #include "core/error.hpp"
+#include "model/own_parts.hpp"
 #include "model/param.hpp"
 
 namespace ga {
@@ -30,10 +31,12 @@ class Ranks {
   // exchanges the gradients of all parameters that are not frozen.
   virtual bool on_device() const { return false; }
   // Whether each rank has parameters of its own, GA_SHARD_PARAMETERS: gradients arrive weighted and reduced, norms over
-  // groups are of all ranks, and Control has them before the decision. And over how many ranks the program has taken the
-  // mean of what was to be a sum.
+  // groups are of all ranks, and Control has them before the decision. Then, of which samples this rank's gradients
+  // are, which rank this is, and whether some rank has a parameter of that name.
   virtual bool has_own_parameters() const { return false; }
-  virtual double reduced_over() const { return 1; }
+  virtual Samples samples() const { return {}; }
+  virtual size_t place() const { return 0; }  // of this rank among all
+  virtual bool knows(const std::string& name) const { return (void)name, false; }
   virtual int64_t bytes() const { return 0; }  // of buffers
   // Whether waits for a device look after what is exchanged. Of a context's exchanges one at a time may.
   virtual void watch(bool on) { (void)on; }
@@ -130,8 +133,11 @@ class Ranks {
     (void)what, (void)by_one;
     work([] {});
   }
-  // In such a call: throws on all ranks if several would write to that path.
-  virtual void check_paths(const char* what, const char* path) { (void)what, (void)path; }
+  // In such a call, where each rank has parameters of its own: whether all gave one path. Throws on all ranks if some
+  // gave the same and others another.
+  virtual bool has_one_path(const char* what, const char* path) {
+    return (void)what, (void)path, false;
+  }
   // In such a call: whether the window of any rank was not empty when it began.
   virtual bool has_open_window() const { return false; }
   // And ga_step_result.dropped_micros of the last window, by rank.

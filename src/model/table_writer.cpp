@@ -36,7 +36,7 @@ void TableWriter::write_settings() {
   for (const Group& g : model_.params.groups)
     s.clips = s.clips || model_.params.clip_of(g).scope != GA_CLIP_NONE;
   s.norms_given = model_.ranks->has_own_parameters();
-  s.reduced_over = model_.ranks->reduced_over();
+  s.reduced_over = model_.ranks->samples().reduced_over;
   s.bounded = -1;
   for (const Group& g : model_.params.groups)
     if (g.info->limits_norm && g.optimizer.max_grad_norm > 0) s.bounded = g.optimizer.kind;

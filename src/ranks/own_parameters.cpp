@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <sstream>
+#include <map>
 
 #include "batchnorm/batchnorm.hpp"
 #include "core/error.hpp"
@@ -18,12 +18,6 @@ constexpr const char* kMode = "GA_SHARD_PARAMETERS";
 
 [[noreturn]] void refuse(const char* option) {
   fail(GA_ERROR_UNSUPPORTED, "%s does not go together with %s", option, kMode);
-}
-
-int64_t count_of(const std::vector<int64_t>& shape) {
-  int64_t count = 1;
-  for (const int64_t extent : shape) count *= extent;
-  return count;
 }
 
 }  // namespace
@@ -119,10 +113,16 @@ uint64_t OwnParameters::settings_digest() {
 
 bool OwnParameters::is_fresh() {
   if (!parts_known_) {
-    parts_ = digest_of(parts_text());
+    parts_ = digest_of(OwnParts::of(model_).text());
     parts_known_ = true;
   }
   return !has_agreed_ || parts_ != agreed_parts_;
+}
+
+bool OwnParameters::is_anyone_fresh() const {
+  bool fresh = false;
+  for (int32_t q = 0; q < comm_->ranks(); ++q) fresh = fresh || message_of(q).fresh != 0;
+  return fresh;
 }
 
 OwnParameters::Message OwnParameters::message(Call call, const char* function) {
@@ -200,78 +200,48 @@ void OwnParameters::on_all_ranks(const char* what, bool,
                                  const std::function<void(const Ready&)>& work) {
   sums_.clear();
   gather(message(kOther, what), {}, what);
+  if (is_anyone_fresh()) agree_on_parts(what);
   all_or_none(what, true, false, work);
 }
 
-void OwnParameters::check_paths(const char* what, const char* path) {
-  const std::vector<std::string> paths = Agreement::gather_texts("paths", path);
-  for (size_t a = 0; a < paths.size(); ++a)
-    for (size_t b = a + 1; b < paths.size(); ++b)
+bool OwnParameters::has_one_path(const char* what, const char* path) {
+  const std::vector<std::string> paths = gather_texts("paths", path);
+  if (std::all_of(paths.begin(), paths.end(), [&](const auto& p) { return p == paths[0]; }))
+    return paths.size() > 1;
+  for (size_t b = 0; b < paths.size(); ++b)
+    for (size_t a = 0; a < b; ++a)
       if (paths[a] == paths[b])
         fail(GA_ERROR_INVALID_ARGUMENT,
-             "%s: ranks %zu and %zu gave the same path, \"%.200s\", but with %s each saves "
-             "parameters "
-             "of its own: give each a path of its own",
+             "%s: ranks %zu and %zu gave the same path, \"%.200s\", and others gave other ones; "
+             "with "
+             "%s all ranks give one path, or each a path of its own",
              what, a, b, paths[a].c_str(), kMode);
+  return false;
 }
 
 // ---- Parts of parameters ----------------------------------------------------------------------------
 
-std::string OwnParameters::parts_text() const {
-  std::ostringstream text;
-  const auto put = [&](const std::vector<int64_t>& list) {
-    for (const int64_t x : list) text << ' ' << x;
-  };
-  for (size_t i = 0; i < model_.params.size(); ++i) {
-    const Tensor& t = model_.params.tensor(i);
-    const Param& p = model_.params[i];
-    if (t.removed) continue;
-    const bool whole = t.part.whole.empty();
-    text << std::strlen(t.name) << ' ' << t.name << ' ' << int{p.dtype} << ' ' << p.group << ' '
-         << t.part.copies << ' ' << t.shape.size();
-    put(whole ? t.shape : t.part.whole);
-    put(whole ? std::vector<int64_t>(t.shape.size()) : t.part.first);
-    put(t.shape);
-    text << '\n';
-  }
-  return text.str();
-}
-
 void OwnParameters::agree_on_parts(const char* what) {
-  std::map<std::string, std::vector<Part>> all;
-  const std::vector<std::string> texts =
-      Agreement::gather_texts("parts of parameters", parts_text());
-  for (size_t q = 0; q < texts.size(); ++q) {
-    std::istringstream text(texts[q]);
-    for (size_t length; text >> length;) {
-      std::string name(length, '\0');
-      text.get();
-      text.read(name.data(), static_cast<std::streamsize>(length));
-      Part part = {};
-      size_t rank = 0;
-      part.rank = static_cast<int32_t>(q);
-      text >> part.dtype >> part.group >> part.copies >> rank;
-      for (std::vector<int64_t>* list : {&part.whole, &part.first, &part.shape}) {
-        list->resize(rank);
-        for (int64_t& x : *list) text >> x;
-      }
-      all[name].push_back(std::move(part));
-    }
-  }
+  const OwnParts own = OwnParts::of(model_);
+  const std::vector<std::string> texts = gather_texts("parts of parameters", own.text());
+  std::map<std::string, std::vector<PartOfRank>> all;
+  for (size_t q = 0; q < texts.size(); ++q)
+    for (auto& [name, part] : OwnParts::from(texts[q]).parts)
+      all[name].push_back({part, static_cast<int32_t>(q)});
   for (const auto& [name, parts] : all) check_whole(what, name, parts);
   counts_.assign(model_.params.size(), 0);
   for (size_t i = 0; i < model_.params.size(); ++i) {
     const Tensor& t = model_.params.tensor(i);
     if (t.removed) continue;
-    const std::vector<Part>& parts = all[t.name];
-    const auto own = std::find_if(parts.begin(), parts.end(),
-                                  [&](const Part& p) { return p.rank == comm_->rank(); });
     // The first rank that has it counts what several have.
-    const auto first = std::find_if(parts.begin(), parts.end(), [&](const Part& p) {
-      return p.first == own->first && p.shape == own->shape;
+    const std::vector<PartOfRank>& parts = all[t.name];
+    const auto first = std::find_if(parts.begin(), parts.end(), [&](const PartOfRank& p) {
+      return p.is_same(own.parts.at(t.name));
     });
-    counts_[i] = own == first;
+    counts_[i] = first->rank == comm_->rank();
   }
+  names_.clear();
+  for (const auto& entry : all) names_.insert(entry.first);
   is_fresh();
   agreed_parts_ = parts_;
   has_agreed_ = true;
@@ -279,49 +249,47 @@ void OwnParameters::agree_on_parts(const char* what) {
 
 // All ranks compare the same, so each throws what the others do.
 void OwnParameters::check_whole(const char* what, const std::string& name,
-                                const std::vector<Part>& parts) const {
-  const Part& a = parts[0];
+                                const std::vector<PartOfRank>& parts) const {
+  const PartOfRank& a = parts[0];
   const auto wrong = [&](const std::string& text) {
     fail(GA_ERROR_COMMUNICATION, "%s: parameter \"%.200s\": %.700s", what, name.c_str(),
          text.c_str());
   };
-  const auto rank_of = [](const Part& p) { return "rank " + std::to_string(p.rank); };
-  const auto differ = [&](const Part& b, const char* field, const std::string& of_b,
+  const auto rank_of = [](const PartOfRank& p) { return "rank " + std::to_string(p.rank); };
+  const auto differ = [&](const PartOfRank& b, const char* field, const std::string& of_b,
                           const std::string& of_a) {
     wrong(std::string(field) + " is " + of_b + " on " + rank_of(b) + ", but " + of_a + " on " +
           rank_of(a));
   };
-  int64_t held = 0;
-  for (size_t k = 0; k < parts.size(); ++k) {
-    const Part& b = parts[k];
+  for (const PartOfRank& b : parts) {
     if (b.whole != a.whole) differ(b, "the whole shape", text_of(b.whole), text_of(a.whole));
     if (b.dtype != a.dtype)
       differ(b, "its dtype", dtype_info(b.dtype).name, dtype_info(a.dtype).name);
     if (b.group != a.group)
       differ(b, "its group", std::to_string(b.group), std::to_string(a.group));
+  }
+  int64_t held = 0;
+  for (size_t k = 0; k < parts.size(); ++k) {
+    const PartOfRank& b = parts[k];
     int32_t copies = 0;
     bool is_first = true;
     for (size_t j = 0; j < parts.size(); ++j) {
-      const Part& other = parts[j];
-      if (other.first == b.first && other.shape == b.shape) {
+      const PartOfRank& other = parts[j];
+      if (other.is_same(b)) {
         ++copies;
         is_first = is_first && j >= k;
         continue;
       }
-      bool apart = count_of(b.shape) == 0 || count_of(other.shape) == 0;
-      for (size_t axis = 0; axis < b.shape.size(); ++axis)
-        apart = apart || b.first[axis] + b.shape[axis] <= other.first[axis] ||
-                other.first[axis] + other.shape[axis] <= b.first[axis];
-      if (!apart)
+      if (b.overlaps(other))
         wrong("the parts of " + rank_of(b) + ", " + text_of(b.shape) + " from " + text_of(b.first) +
               ", and of " + rank_of(other) + ", " + text_of(other.shape) + " from " +
               text_of(other.first) + ", overlap");
     }
-    if (copies != b.copies && count_of(b.shape) > 0)
+    if (copies != b.copies && b.count() > 0)
       wrong(std::to_string(copies) + (copies == 1 ? " rank has" : " ranks have") + " the part " +
             text_of(b.shape) + " from " + text_of(b.first) + ", but " + rank_of(b) + " said that " +
             std::to_string(b.copies) + " would (copies)");
-    if (is_first) held += count_of(b.shape);
+    if (is_first) held += b.count();
   }
   if (held != count_of(a.whole))
     wrong("the ranks have " + std::to_string(held) + " of its " +
@@ -388,12 +356,9 @@ bool OwnParameters::begin_end(WindowTotals& totals, bool) {
     own.micro_batches = static_cast<double>(totals.micro_batches);
     own.weighted = static_cast<double>(totals.weighted);
     gather(own, failure, "ga_step");
-    bool fresh = false;
-    for (int32_t q = 0; q < comm_->ranks(); ++q) {
+    for (int32_t q = 0; q < comm_->ranks(); ++q)
       if (message_of(q).call == kDiscard) return false;
-      fresh = fresh || message_of(q).fresh != 0;
-    }
-    if (!fresh) break;
+    if (!is_anyone_fresh()) break;
     agree_on_parts("ga_step");
   }
 

@@ -5,12 +5,13 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
 #include "model/model.hpp"
+#include "model/own_parts.hpp"
 #include "numbers/binned.hpp"
 #include "ranks/agreement.hpp"
 #include "ranks/stages.hpp"
@@ -37,14 +38,19 @@ class OwnParameters final : public Ranks, private Agreement {
     parts_known_ = parts_known_ && !tensors;
   }
   bool has_own_parameters() const override { return true; }
-  double reduced_over() const override { return reduced_over_; }
+  Samples samples() const override { return {data_ranks(), data_rank(), reduced_over_}; }
+  size_t place() const override { return static_cast<size_t>(comm_->rank()); }
+  bool knows(const std::string& name) const override { return names_.count(name) > 0; }
   bool begin_end(WindowTotals& totals, bool discards) override;
   void add_gradients() override;
   void discard() override;
   bool has_failed() const override { return comm_->has_failed(); }
   void on_all_ranks(const char* what, bool by_one,
                     const std::function<void(const Ready&)>& work) override;
-  void check_paths(const char* what, const char* path) override;
+  bool has_one_path(const char* what, const char* path) override;
+  std::vector<std::string> gather_texts(const char* what, std::string own) override {
+    return Agreement::gather_texts(what, std::move(own));
+  }
 
  private:
   enum Call : int64_t { kSetComm = 1, kStep, kDiscard, kOther };
@@ -66,10 +72,8 @@ class OwnParameters final : public Ranks, private Agreement {
   static constexpr size_t kSums = 20;  // that fit behind it, so that all calls exchange as much
   static constexpr int64_t kWords = kMessageWords + kSums * kSumWords;
 
-  // A part of a parameter: the elements [first, first + shape) of the whole.
-  struct Part {
-    int32_t rank, dtype, group, copies;
-    std::vector<int64_t> whole, first, shape;
+  struct PartOfRank : OwnPart {
+    int32_t rank;
   };
 
   Message message(Call call, const char* function);
@@ -84,12 +88,12 @@ class OwnParameters final : public Ranks, private Agreement {
   // Sums squares of what this rank has in the window.
   void sum_squares();
   Source gradient_of(size_t param) const;
-  // The part of each parameter of this rank, as text; and the parts of all ranks, which are to be those of whole
-  // parameters.
-  std::string parts_text() const;
+  // The parts of all ranks are to be those of whole parameters.
   void agree_on_parts(const char* what);
-  void check_whole(const char* what, const std::string& name, const std::vector<Part>& parts) const;
+  void check_whole(const char* what, const std::string& name,
+                   const std::vector<PartOfRank>& parts) const;
   bool is_fresh();
+  bool is_anyone_fresh() const;  // of the last messages
   uint64_t settings_digest();
   int32_t data_ranks() const {
     return options_.data_ranks > 0 ? options_.data_ranks : comm_->ranks();
@@ -110,7 +114,8 @@ class OwnParameters final : public Ranks, private Agreement {
   bool parts_known_ = false;  // parts_ is the digest of what this rank has now
   uint64_t parts_ = 0, agreed_parts_ = 0;
   bool has_agreed_ = false;
-  std::vector<char> counts_;  // by parameter: its squares are this rank's to count
+  std::set<std::string> names_;  // of the parameters of all ranks
+  std::vector<char> counts_;     // by parameter: its squares are this rank's to count
 
   // Of the ending window.
   std::vector<BinnedSum> sums_;  // of the groups

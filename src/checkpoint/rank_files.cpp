@@ -1,0 +1,175 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "checkpoint/rank_files.hpp"
+
+#include <algorithm>
+#include <charconv>
+
+#include "core/error.hpp"
+#include "files/disk.hpp"
+#include "model/model.hpp"
+
+namespace ga {
+namespace {
+
+std::string key_of_file(size_t rank) { return "file." + std::to_string(rank); }
+
+// The part of a path up to its last separator, and what is behind it.
+std::pair<std::string, std::string> split(const std::string& path) {
+  std::string folder, name;
+  os::split(path, &folder, &name);
+  return {path.substr(0, path.size() - name.size()), name};
+}
+
+int64_t number_in(const std::string& text) {
+  int64_t number = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  return error == std::errc() && end == text.data() + text.size() ? number : -1;
+}
+
+struct Index {
+  int64_t number = 0;  // in the names of its files
+  std::vector<std::string> files;
+};
+
+Index index_in(const StateReader& file) {
+  Index index;
+  const int64_t count = number_in(*file.find("files"));
+  const std::string* const number = file.find("number");
+  if (number) index.number = number_in(*number);
+  for (int64_t q = 0; q < count; ++q) {
+    const std::string* const name = file.find(key_of_file(static_cast<size_t>(q)));
+    if (!name || name->empty() || name->find_first_of("/\\:") != std::string::npos)
+      fail(GA_ERROR_FORMAT, "the name of file %lld is \"%.200s\", expected one beside the index",
+           ll(q), name ? name->c_str() : "");
+    index.files.push_back(*name);
+  }
+  if (index.number < 1 || index.files.empty())
+    fail(GA_ERROR_FORMAT, "it is an index, but it has no files");
+  return index;
+}
+
+// What stands at the path, if it is an index.
+Index index_at(const char* path) noexcept {
+  try {
+    int64_t size = 0;
+    const ReadAt read = reading_of(path, size);
+    const StateReader file(size, read, false);
+    return is_index(file) ? index_in(file) : Index();
+  } catch (...) {
+    return {};
+  }
+}
+
+// A file of a rank, as the index names it: its name, what its header has as its checksum, and its parts.
+struct RankFile {
+  std::string name, header, parts;
+};
+
+// In front of each but the last, how many bytes it has.
+std::string text_of(const RankFile& file) {
+  return std::to_string(file.name.size()) + ' ' + std::to_string(file.header.size()) + ' ' +
+         file.name + file.header + file.parts;
+}
+RankFile rank_file_in(const std::string& text) {
+  const size_t a = text.find(' '), b = text.find(' ', a + 1) + 1;
+  const auto name = static_cast<size_t>(number_in(text.substr(0, a)));
+  const auto header = static_cast<size_t>(number_in(text.substr(a + 1, b - 2 - a)));
+  return {text.substr(b, name), text.substr(b + name, header), text.substr(b + name + header)};
+}
+
+void write_index(const char* path, const std::string& number, const std::vector<std::string>& texts,
+                 const char* note) {
+  Metadata list;
+  const auto add = [&](const std::string& key, std::string text) {
+    list.emplace_back(std::string(kOurs) + key, std::move(text));
+  };
+  add("files", std::to_string(texts.size()));
+  add("number", number);
+  if (note) add("note", note);
+  for (size_t q = 0; q < texts.size(); ++q) {
+    RankFile file = rank_file_in(texts[q]);
+    add(key_of_file(q), std::move(file.name));
+    add(key_of_file(q) + ".header", std::move(file.header));
+    add(key_of_file(q) + ".own_parts", std::move(file.parts));
+  }
+  StateWriter writer(std::move(list), {});
+  FileWriter file(path);
+  writer.finish(
+      [&](int64_t offset, const void* data, size_t size) { file.write(offset, data, size); });
+  file.commit();
+}
+
+}  // namespace
+
+ReadAt reading_of(const std::string& path, int64_t& size) {
+  const auto file = std::make_shared<FileReader>(path.c_str());
+  size = file->size();
+  return [file](int64_t offset, void* data, size_t bytes) { file->read(offset, data, bytes); };
+}
+
+OpenBeside beside(const std::string& path) {
+  return [folder = split(path).first](const std::string& name, int64_t& size) {
+    return reading_of(folder + name, size);
+  };
+}
+
+void save_rank_files(const Model& model, Checkpoint& checkpoint, const char* path, const char* note,
+                     const Ranks::Ready& ready) {
+  Ranks& ranks = *model.ranks;
+  const size_t rank = ranks.place();
+  const auto [folder, name] = split(path);
+  if (name.empty())
+    fail(GA_ERROR_IO, "ga_save: \"%.200s\" is the path of a folder, not of a file", path);
+  const Index before = rank == 0 ? index_at(path) : Index();
+  ready();
+  const std::string number =
+      ranks.gather_texts("the number of the files", std::to_string(before.number + 1))[0];
+  RankFile own = {name + "." + number + ".rank" + std::to_string(rank), "",
+                  OwnParts::of(model).text()};
+  const std::string own_path = folder + own.name;
+  std::vector<std::string> texts;
+  try {
+    FileWriter file(own_path.c_str());
+    file.reserve(checkpoint.file_bytes());
+    checkpoint.save(
+        [&](int64_t offset, const void* data, size_t size) { file.write(offset, data, size); });
+    file.commit();
+    int64_t size = 0;
+    const ReadAt read = reading_of(own_path, size);
+    own.header = *StateReader(size, read, false).find("header");
+    ready();
+    texts = ranks.gather_texts("the files of the ranks", text_of(own));
+  } catch (...) {
+    remove_file(own_path.c_str());
+    throw;
+  }
+  // From here on, an index may be in place that names the file.
+  if (rank == 0) write_index(path, number, texts, note);
+  ready();
+  for (const std::string& old : before.files) remove_file((folder + old).c_str());
+}
+
+std::vector<AssembledFile::Source> open_rank_files(const StateReader& index,
+                                                   const OpenBeside& open) {
+  std::vector<AssembledFile::Source> sources;
+  const std::vector<std::string> files = index_in(index).files;
+  for (size_t q = 0; q < files.size(); ++q) {
+    const auto text_at = [&](const char* end) -> const std::string& {
+      const std::string* const text = index.find(key_of_file(q) + end);
+      if (!text) fail(GA_ERROR_FORMAT, "it lacks file.%zu%s", q, end);
+      return *text;
+    };
+    AssembledFile::Source& s = sources.emplace_back();
+    s.own = OwnParts::from(text_at(".own_parts"));
+    int64_t size = 0;
+    s.read = open(files[q], size);
+    s.file = std::make_unique<StateReader>(size, s.read, false);
+    const std::string* const header = s.file->find("header");
+    if (!header || *header != text_at(".header"))
+      fail(GA_ERROR_FORMAT, "\"%.200s\" is not the file that was saved with this index",
+           files[q].c_str());
+  }
+  return sources;
+}
+
+}  // namespace ga

@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+// The files of ranks with parameters of their own (GA_SHARD_PARAMETERS) that are saved at one path: an index there, and
+// beside it a file of each rank, "PATH.3.rank0". The index is a state file without tensors that names the others, with
+// what the header of each has as its checksum and which parts it has.
+//
+// The number in their names is another than in the index before, so a save that does not come to its end leaves what was
+// there. The files of the index before are removed when the new one is in place.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "checkpoint/assembled_file.hpp"
+#include "checkpoint/checkpoint.hpp"
+
+namespace ga {
+
+// In a call that all ranks make with this path. ready: as for Checkpoint::save().
+void save_rank_files(const Model& model, Checkpoint& checkpoint, const char* path, const char* note,
+                     const Ranks::Ready& ready);
+
+inline bool is_index(const StateReader& file) { return file.find("files") != nullptr; }
+// Opens what an index names. Throws GA_ERROR_FORMAT if a file is not the one that was saved with the index.
+std::vector<AssembledFile::Source> open_rank_files(const StateReader& index,
+                                                   const OpenBeside& open);
+
+// Reads a file; size becomes that of it.
+ReadAt reading_of(const std::string& path, int64_t& size);
+// Opens files beside that one.
+OpenBeside beside(const std::string& path);
+
+}  // namespace ga
