@@ -78,17 +78,23 @@ Tensor part_of(const Whole& w, const Box& box, const Tensor& whole) {
   return part;
 }
 
+ga_config summing() {
+  ga_config c = config();
+  c.gradient_kind = GA_GRADIENT_SUM;
+  return c;
+}
+
 struct Options {
   ga_optimizer optimizer = test::optimizer(GA_OPTIMIZER_ADAMW);
-  ga_config config = test::config();
-  bool mean = true, ema = true, scaled = false;
+  ga_config config = summing();
+  bool mean = true, ema = true;
 };
 
 // One rank's context.
 class Rank {
  public:
   Rank(const Options& o, int32_t rank, int32_t ranks)
-      : options_(o), rank_(rank), ranks_(ranks), ctx(config_of(o)) {
+      : options_(o), rank_(rank), ranks_(ranks), ctx(o.config) {
     ctx.group(o.optimizer);
     const ga_clip c = clip(GA_CLIP_GLOBAL, 0.01);
     EXPECT_OK(ga_context_set_clip(ctx, &c));
@@ -148,11 +154,6 @@ class Rank {
   }
 
  private:
-  static ga_config config_of(const Options& o) {
-    ga_config c = o.config;
-    c.gradient_kind = GA_GRADIENT_SUM;
-    return c;
-  }
   const Options options_;
   const int32_t rank_, ranks_;
 
@@ -247,6 +248,259 @@ TEST(RankFiles, GoOnOnAnyNumberOfRanks) {
       }
     }
   }
+}
+
+// With means over 3 ranks, gradients that were added up before are multiplied by a number that is no power of two.
+TEST(RankFiles, MeansOverThreeRanks) {
+  const Folder folder;
+  const std::string path = folder / "run.ga";
+  const Outcome whole = train({}, 1, "", 0, kWindows * kMicros, "");
+  for (const int32_t before : {1, 2, 3}) {
+    train({}, before, "", 0, 2 * kMicros - 1, path);
+    for (const int32_t after : {1, 3, 4}) {
+      SCOPED_TRACE(testing::Message() << before << " to " << after);
+      const Outcome rest = train({}, after, path, 2 * kMicros - 1, kWindows * kMicros, "");
+      for (size_t t = 0; t < rest.results.size(); ++t) {
+        EXPECT_EQ(rest.results[t].weight, 36);
+        // One in eighty gradients is bf16, which a third rounds by 2^-9.
+        EXPECT_NEAR(rest.results[t].norm, whole.results[t + 1].norm,
+                    1e-5 * whole.results[t + 1].norm);
+      }
+      for (size_t i = 0; i < kModel.size(); ++i)
+        for (int64_t k = 0; k < kModel[i].size(); ++k)
+          ASSERT_NEAR(rest.parameters[i].get(k), whole.parameters[i].get(k),
+                      kModel[i].dtype == GA_BF16 ? 0.01 : 1e-5)
+              << kModel[i].name;
+    }
+  }
+}
+
+// Other kinds of state: 16-bit accumulators with what their rounding lost, numbers of a clock, more arrays.
+TEST(RankFiles, EveryKindOfState) {
+  const Folder folder;
+  const std::string path = folder / "run.ga";
+  for (const int32_t kind : {GA_OPTIMIZER_ADAMW, GA_OPTIMIZER_NADAM, GA_OPTIMIZER_ADEMAMIX,
+                             GA_OPTIMIZER_SGD, GA_OPTIMIZER_SCHEDULE_FREE_ADAMW}) {
+    for (const int32_t accumulation : {GA_ACCUMULATE_COMPENSATED, GA_ACCUMULATE_STOCHASTIC}) {
+      SCOPED_TRACE(testing::Message() << kind << ' ' << accumulation);
+      Options o;
+      o.optimizer = optimizer(kind);
+      o.optimizer.amsgrad = kind == GA_OPTIMIZER_ADAMW;
+      o.optimizer.momentum = 0.5;
+      o.config.accumulation = accumulation;
+      o.ema = kind != GA_OPTIMIZER_SCHEDULE_FREE_ADAMW;
+      // Random bits are those of a place in a part.
+      const int64_t at = accumulation == GA_ACCUMULATE_STOCHASTIC ? kMicros : kMicros + 2;
+      const int64_t to = accumulation == GA_ACCUMULATE_STOCHASTIC ? at : 2 * kMicros;
+      Outcome want = train(o, 1, "", 0, to, "");
+      want.results.erase(want.results.begin(), want.results.begin() + at / kMicros);
+      train(o, 2, "", 0, at, path);
+      for (const int32_t after : {1, 4}) {
+        const Outcome rest = train(o, after, path, at, to, "");
+        if (accumulation == GA_ACCUMULATE_COMPENSATED) expect_same(rest, want);
+      }
+    }
+  }
+}
+
+// A context alone loads all of it, in the middle of a window too, and one rank each its part of what one process has
+// saved.
+TEST(RankFiles, OneProcessThereAndBack) {
+  const Folder folder;
+  const std::string path = folder / "run.ga", alone = folder / "alone.ga";
+  const int64_t at = 2 * kMicros - 1;
+  const Outcome whole = train({}, 2, "", 0, 2 * kMicros, "");
+  train({}, 4, "", 0, at, path);
+  Rank one({}, 0, 1);
+  ASSERT_OK(ga_load(one.ctx, path.c_str(), nullptr));
+  ASSERT_OK(ga_save(one.ctx, alone.c_str(), nullptr));
+  one.accumulate(at / kMicros, at % kMicros);
+  const ga_step_result result = step(one.ctx);
+  EXPECT_EQ(result.weight, 36);
+  EXPECT_NEAR(result.norm, whole.results[1].norm, 1e-7 * result.norm) << "added up in f32";
+  EXPECT_EQ(result.micro_batches, kMicros);
+  for (const int32_t ranks : {1, 2, 4}) {
+    const Outcome rest = train({}, ranks, alone, at, 2 * kMicros, "");
+    for (size_t i = 0; i < kModel.size(); ++i)
+      EXPECT_TRUE(rest.parameters[i] == whole.parameters[i]) << ranks << ' ' << kModel[i].name;
+  }
+}
+
+// The files that an index names are there until another index is in its place, and no longer.
+TEST(RankFiles, AreReplacedAsAWhole) {
+  const Folder folder;
+  const std::string path = folder / "run.ga";
+  const std::set<std::string> first = {"run.ga", "run.ga.1.rank0", "run.ga.1.rank1"};
+  train({}, 2, "", 0, kMicros, path);
+  EXPECT_EQ(folder.names(), first);
+  const std::string index = contents(path);
+  train({}, 3, "", 0, 2 * kMicros, path);
+  const std::set<std::string> second = {"run.ga", "run.ga.2.rank0", "run.ga.2.rank1",
+                                        "run.ga.2.rank2"};
+  EXPECT_EQ(folder.names(), second);
+  const Outcome want = train({}, 3, path, 2 * kMicros, 2 * kMicros, "");
+
+  // A rank that cannot write its file stops all, and an index that cannot be written leaves what was there.
+  const auto save = [&](const char* words) {
+    on_ranks(2, [&](int32_t r, ga_comm* comm) {
+      Rank rank({}, r, 2);
+      rank.join(comm);
+      rank.accumulate(0, 0);
+      const ga_status status = ga_save(rank.ctx, path.c_str(), nullptr);
+      EXPECT_NE(status, GA_OK);
+      EXPECT_NE(std::string(ga_last_error()).find(words), std::string::npos) << ga_last_error();
+      EXPECT_EQ(window(rank.ctx).micro_batches, 1);
+    });
+  };
+  fs::create_directory(folder / "run.ga.3.rank1");
+  save("run.ga.3.rank1");
+  std::set<std::string> names = second;
+  names.insert("run.ga.3.rank1");
+  EXPECT_EQ(folder.names(), names);
+  expect_same(train({}, 3, path, 2 * kMicros, 2 * kMicros, ""), want);
+  fs::remove(folder / "run.ga.3.rank1");
+
+  // What is no index is replaced by one.
+  put(path, index);
+  fs::remove(path);
+  put(path, "something else");
+  train({}, 2, "", 0, kMicros, path);
+  EXPECT_EQ(folder.names().count("run.ga.1.rank1"), 1u);
+  train({}, 2, path, kMicros, kMicros, "");
+}
+
+// The parameters of a context as they were before a call that fails.
+void expect_refused(const std::string& path, const char* words, ga_status status,
+                    const Options& o = {}, const ga_state_options* options = nullptr) {
+  on_ranks(2, [&](int32_t r, ga_comm* comm) {
+    Rank rank(o, r, 2);
+    rank.join(comm);
+    const std::vector<Tensor> before = rank.parts;
+    const ga_status got = ga_load(rank.ctx, path.c_str(), options);
+    EXPECT_TRUE(got == status || got == GA_ERROR_COMMUNICATION) << got;
+    EXPECT_NE(std::string(ga_last_error()).find(words), std::string::npos) << ga_last_error();
+    EXPECT_TRUE(rank.parts == before);
+    rank.accumulate(0, 0);
+    EXPECT_EQ(step(rank.ctx).outcome, GA_STEP_APPLIED);
+  });
+}
+
+TEST(RankFiles, WhatIsDamaged) {
+  const Folder folder;
+  const std::string path = folder / "run.ga";
+  train({}, 3, "", 0, kMicros + 1, path);
+  const std::string index = contents(path), one = contents(path + ".1.rank1"),
+                    two = contents(path + ".1.rank2");
+
+  put(path + ".1.rank1", two);
+  expect_refused(path, "\"run.ga.1.rank1\" is not the file that was saved with this index",
+                 GA_ERROR_FORMAT);
+  std::string bad = one;
+  bad[bad.size() - 9] = static_cast<char>(bad[bad.size() - 9] ^ 4);
+  put(path + ".1.rank1", bad);
+  expect_refused(path, "checksum", GA_ERROR_FORMAT);
+  put(path + ".1.rank1", one.substr(0, one.size() - 64));
+  expect_refused(path, "run.ga", GA_ERROR_FORMAT);
+  fs::remove(path + ".1.rank1");
+  expect_refused(path, "run.ga.1.rank1", GA_ERROR_IO);
+  put(path + ".1.rank1", one);
+  bad = index;
+  bad[bad.find("rank2")] = 'x';
+  put(path, bad);
+  expect_refused(path, "damaged", GA_ERROR_FORMAT);
+  put(path, index);
+  train({}, 2, path, kMicros + 1, kMicros + 1, "");
+
+  // A rank's own file has the window of its own samples alone, and none of the rest.
+  expect_refused(path + ".1.rank1", "", GA_ERROR_INVALID_ARGUMENT);
+  Rank alone({}, 0, 1);
+  expect_failure(ga_load_from_memory(alone.ctx, index.data(), index.size(), nullptr), "by its path",
+                 GA_ERROR_UNSUPPORTED);
+}
+
+TEST(RankFiles, WhatDoesNotFit) {
+  const Folder folder;
+  const std::string path = folder / "run.ga";
+  train({}, 3, "", 0, kMicros + 1, path);
+  Options o;
+  o.optimizer.beta1 = 0.25;
+  expect_refused(path, "beta1", GA_ERROR_INVALID_ARGUMENT, o);
+
+  // A parameter that no rank has, and one of another shape.
+  on_ranks(2, [&](int32_t r, ga_comm* comm) {
+    Context ctx(summing());
+    ctx.group(test::optimizer(GA_OPTIMIZER_ADAMW));
+    std::vector<float> p(40000, 1.0f);
+    const ga_param id = ctx.param(0, "long", p.data(), ref::Shape{r == 0 ? 40000 : 30001});
+    const int64_t whole = 70001, first = 40000 * r;
+    ASSERT_OK(ga_param_set_part(ctx, id, &whole, &first, 1));
+    ga_comm_options options = comm_options();
+    options.shard = GA_SHARD_PARAMETERS;
+    ASSERT_OK(ga_context_set_comm(ctx, comm, &options));
+    ga_state_options s;
+    ASSERT_OK(ga_state_options_init(&s, sizeof s));
+    s.settings = GA_SETTINGS_KEEP;
+    expect_failure(ga_load(ctx, path.c_str(), &s), "no place for \"columns",
+                   GA_ERROR_INVALID_ARGUMENT);
+    s.allow_extra = 1;
+    ASSERT_OK(ga_load(ctx, path.c_str(), &s)) << ga_last_error();
+    EXPECT_NE(p[0], 1);
+  });
+  on_ranks(2, [&](int32_t r, ga_comm* comm) {
+    Context ctx(summing());
+    ctx.group(test::optimizer(GA_OPTIMIZER_ADAMW));
+    std::vector<float> p(10);
+    const ga_param id = ctx.param(0, "rows", p.data(), ref::Shape{5, 2});
+    const int64_t whole[] = {10, 2}, first[] = {5 * r, 0};
+    ASSERT_OK(ga_param_set_part(ctx, id, whole, first, 1));
+    ga_comm_options options = comm_options();
+    options.shard = GA_SHARD_PARAMETERS;
+    ASSERT_OK(ga_context_set_comm(ctx, comm, &options));
+    expect_failure(ga_load(ctx, path.c_str(), nullptr), "[37, 12]", GA_ERROR_INVALID_ARGUMENT);
+  });
+}
+
+// Ranks that have brought different numbers of micro-batches go on as they were, and on no other number of ranks.
+TEST(RankFiles, WindowsOfDifferentLengths) {
+  const Folder folder;
+  const std::string path = folder / "run.ga";
+  on_ranks(2, [&](int32_t r, ga_comm* comm) {
+    Rank rank({}, r, 2);
+    rank.join(comm);
+    rank.accumulate(0, 0);
+    if (r == 1) rank.accumulate(0, 1);
+    ASSERT_OK(ga_save(rank.ctx, path.c_str(), nullptr));
+  });
+  on_ranks(2, [&](int32_t r, ga_comm* comm) {
+    Rank rank({}, r, 2);
+    rank.join(comm);
+    ASSERT_OK(ga_load(rank.ctx, path.c_str(), nullptr));
+    EXPECT_EQ(window(rank.ctx).micro_batches, r + 1);
+  });
+  Rank alone({}, 0, 1);
+  expect_failure(ga_load(alone.ctx, path.c_str(), nullptr), "only with as many data ranks",
+                 GA_ERROR_INVALID_ARGUMENT);
+}
+
+TEST(RankFiles, PathsAndNotes) {
+  const Folder folder;
+  const std::string path = folder / "run.ga";
+  on_ranks(3, [&](int32_t r, ga_comm* comm) {
+    Rank rank({}, r, 3);
+    rank.join(comm);
+    ga_state_options s;
+    ASSERT_OK(ga_state_options_init(&s, sizeof s));
+    s.note = "epoch 3";
+    expect_failure(ga_save(rank.ctx, (folder / (r == 1 ? "b" : "a")).c_str(), nullptr),
+                   "ranks 0 and 2", GA_ERROR_INVALID_ARGUMENT);
+    ASSERT_OK(ga_save(rank.ctx, path.c_str(), &s));
+    ASSERT_OK(ga_save(rank.ctx, (path + "." + std::to_string(r)).c_str(), &s))
+        << "paths of their own";
+  });
+  char note[16];
+  size_t size = 0;
+  ASSERT_OK(ga_state_note(path.c_str(), note, sizeof note, &size));
+  EXPECT_STREQ(note, "epoch 3");
 }
 
 }  // namespace
