@@ -268,7 +268,10 @@ GA_API ga_status ga_context_set_comm(ga_context* ctx, ga_comm* comm,
    GA_NONFINITE_DROP_MICRO, GA_ACCUMULATE_RUNNING_MEAN, noise_scale, eager, layers with batch
    normalisation, or max_grad_norm of LAMB: GA_ERROR_UNSUPPORTED, on all ranks. GA_CLIP_PER_TENSOR and
    optimizers that need whole tensors (LAMB, LARS, ADAFACTOR, MUON, ROWWISE_ADAGRAD) are for parameters
-   that are not cut. Each rank saves and loads its own parameters, at a path of its own. */
+   that are not cut.
+
+   Where all ranks give ga_save one path, it becomes an index, and each rank writes a file beside it;
+   other numbers of ranks, with other parts, and a context alone load it from there: see ga_save. */
 
 /* Where the elements of a parameter lie in the whole, [first, first + shape) of each axis.
    whole_shape, first: [rank] numbers, copied; may be NULL if rank is 0. copies: ranks that have the

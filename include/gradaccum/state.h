@@ -136,7 +136,12 @@ GA_API ga_status ga_state_options_init(ga_state_options* out, size_t struct_size
    A loop of its own count of micro-batches saves behind the test that ends the window, not in front
    of it, and takes the count from ga_window after a load: docs/checkpoints.md has the loop.
    options may be NULL. GA_ERROR_IO: the message has the reason of the system.
-   GA_ERROR_CANCELLED. */
+   GA_ERROR_CANCELLED.
+   GA_SHARD_PARAMETERS: if all ranks give one path, on a file system that all of them see, path is an
+   index and each rank writes what it has to a file beside it, "path.1.rank0"; the number is another
+   with every save, and the files of the save before are removed when the index is the new one. If
+   each rank gives a path of its own, each writes one file there. Anything between is
+   GA_ERROR_INVALID_ARGUMENT. */
 GA_API ga_status ga_save(ga_context* ctx, const char* path, const ga_state_options* options);
 
 /* Loads what ga_save has saved, as a whole or not at all: the file is read once to check it, by its
@@ -147,7 +152,15 @@ GA_API ga_status ga_save(ga_context* ctx, const char* path, const ga_state_optio
    GA_ERROR_UNSUPPORTED: another number of ranks has saved it within the sweeps of a layer in WINDOW
    mode. GA_ERROR_IO, GA_ERROR_CANCELLED.
    GA_ERROR_FAULT: the second reading failed, or found other bytes than the first; only
-   ga_context_destroy is legal. */
+   ga_context_destroy is legal.
+   Where parameters are parts of others (ga_param_set_part), or path is the index of several ranks, each
+   rank reads its parts out of whatever parts they were saved in, after one more reading that checks
+   these. An open window goes on: its weights go from data rank q of the save to data rank q modulo
+   data_ranks, and sums of means over R ranks are multiplied by R / data_ranks, which is exact where
+   that is a power of two. Keys of random bits stay those of the context then. GA_ERROR_INVALID_ARGUMENT:
+   the ranks had brought different numbers of micro-batches, and data_ranks is another.
+   GA_ERROR_UNSUPPORTED: data-parallel ranks have saved it with open windows; an index comes from
+   memory. */
 GA_API ga_status ga_load(ga_context* ctx, const char* path, const ga_state_options* options);
 
 /* Saves to memory. *out_size: the bytes that it takes. out: [capacity] bytes; NULL: only *out_size is

@@ -193,14 +193,11 @@ ga_status ga_state_note(const char* path, char* out, size_t capacity, size_t* ou
   return guard([&] {
     require(path, "path");
     require(out_size, "out_size");
-    const ga::FileReader file(path);
+    int64_t size = 0;
+    const ga::ReadAt read = ga::reading_of(path, size);
     std::string note;
     bool found = false;
-    naming_file("ga_state_note", path, [&] {
-      found = ga::read_note(
-          file.size(),
-          [&](int64_t offset, void* data, size_t size) { file.read(offset, data, size); }, note);
-    });
+    naming_file("ga_state_note", path, [&] { found = ga::read_note(size, read, note); });
     *out_size = found ? note.size() + 1 : 0;
     if (!found || (!out && capacity == 0)) return;
     require(out, "out");

@@ -188,6 +188,7 @@ class Checkpoint {
   };
 
   // Both ways.
+  bool has_parts() const;
   struct NamedArray {
     OwnedArray array;
     int32_t dtype;
@@ -223,7 +224,6 @@ class Checkpoint {
 
   // Loading: what the file has.
   void open_file(int64_t size, const ReadAt& read, const OpenBeside& open);
-  bool has_cut_parts() const;
   static int64_t whole(double x, int64_t low, int64_t high, const char* what);
   void find_tensors();
   void find_param(size_t param, Problems& problems);

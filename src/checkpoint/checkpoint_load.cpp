@@ -82,8 +82,7 @@ void Checkpoint::open_file(int64_t size, const ReadAt& read, const OpenBeside& o
   file_ = std::make_unique<StateReader>(size, read, options_.unmarked != 0);
   total_ = 2 * file_->data_bytes();
   const std::string* const parts = file_->find("own_parts");
-  if (!is_index(*file_) && !parts && !model_.ranks->has_own_parameters() && !has_cut_parts())
-    return;
+  if (!is_index(*file_) && !parts && !has_parts()) return;
   own_ = OwnParts::of(model_);
   std::vector<AssembledFile::Source> sources;
   if (is_index(*file_)) {
@@ -119,10 +118,11 @@ void Checkpoint::open_file(int64_t size, const ReadAt& read, const OpenBeside& o
   assembled_->check([this](int64_t bytes) { report(bytes, true); });
 }
 
-// Whether some parameter is a part of one.
-bool Checkpoint::has_cut_parts() const {
+// Whether other ranks may have what this context has not.
+bool Checkpoint::has_parts() const {
   const auto& tensors = model_.params.tensors();
-  return std::any_of(tensors.begin(), tensors.end(),
+  return model_.ranks->has_own_parameters() ||
+         std::any_of(tensors.begin(), tensors.end(),
                      [](const Tensor& t) { return !t.removed && t.part.is_cut(t.shape); });
 }
 

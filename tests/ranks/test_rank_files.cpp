@@ -319,6 +319,17 @@ TEST(RankFiles, OneProcessThereAndBack) {
   EXPECT_EQ(result.weight, 36);
   EXPECT_NEAR(result.norm, whole.results[1].norm, 1e-7 * result.norm) << "added up in f32";
   EXPECT_EQ(result.micro_batches, kMicros);
+  // Data-parallel ranks, of which the first one goes on with the window.
+  on_ranks(2, [&](int32_t r, ga_comm* comm) {
+    Rank rank({}, 0, 1);
+    ASSERT_OK(ga_context_set_comm(rank.ctx, comm, nullptr));
+    ASSERT_OK(ga_load(rank.ctx, path.c_str(), nullptr)) << ga_last_error();
+    EXPECT_EQ(window(rank.ctx).micro_batches, r == 0 ? kMicros - 1 : 0);
+    if (r == 1) rank.accumulate(at / kMicros, at % kMicros);
+    const ga_step_result of_both = step(rank.ctx);
+    EXPECT_EQ(of_both.weight, 36);
+    EXPECT_NEAR(of_both.norm, whole.results[1].norm, 1e-6 * of_both.norm);
+  });
   for (const int32_t ranks : {1, 2, 4}) {
     const Outcome rest = train({}, ranks, alone, at, 2 * kMicros, "");
     for (size_t i = 0; i < kModel.size(); ++i)
