@@ -265,10 +265,14 @@ GA_API ga_status ga_context_set_comm(ga_context* ctx, ga_comm* comm,
    ga_param_set_part says where it lies. Parts of a name make up the whole, and do not overlap.
 
    On the CPU. Not with clipping by value, of units or of micro-batches, GA_ROWS, GA_REDUCE_MAX,
-   GA_NONFINITE_DROP_MICRO, GA_ACCUMULATE_RUNNING_MEAN, noise_scale, eager, layers with batch
+   GA_NONFINITE_DROP_MICRO, GA_ACCUMULATE_RUNNING_MEAN, noise_scale, layers with batch
    normalisation, or max_grad_norm of LAMB: GA_ERROR_UNSUPPORTED, on all ranks. GA_CLIP_PER_TENSOR and
    optimizers that need whole tensors (LAMB, LARS, ADAFACTOR, MUON, ROWWISE_ADAGRAD) are for parameters
    that are not cut.
+
+   With ga_config.eager, on all ranks or none, ga_micro_begin of the last micro-batch (GA_MICRO_LAST, or the
+   K-th) is collective too: the ranks tell each other their weights. Then ga_params_ready updates a
+   parameter and sums the squares of its gradient, once the program has reduced it.
 
    Where all ranks give ga_save one path, it becomes an index, and each rank writes a file beside it;
    other numbers of ranks, with other parts, and a context alone load it from there: see ga_save. */

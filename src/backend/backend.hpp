@@ -23,6 +23,7 @@ struct ReadyParam {
   ga_param param;
   bool measured;   // the norm of its gradient is taken too
   bool in_passes;  // its update takes passes over units, rows and columns, or the parameter first
+  const BinnedTask* sum;  // NULL unless its squares are summed for other ranks
 };
 
 // The parameters whose gradients are read for sums before a window is decided.

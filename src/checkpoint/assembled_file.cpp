@@ -252,11 +252,12 @@ void AssembledFile::list_runs(size_t tensor) {
   }
   std::sort(runs_.begin(), runs_.end(), [](const Run& a, const Run& b) { return a.to < b.to; });
   int64_t end = 0;
+  bool joined = true;
   for (const Run& run : runs_) {
-    if (run.to != end) break;
+    joined = joined && run.to == end;
     end += run.bytes;
   }
-  if (end != t.end - t.begin)
+  if (!joined || end != t.end - t.begin)
     fail(GA_ERROR_FORMAT, "the files have not all of \"%.200s\", or some of it twice",
          t.name.c_str());
 }

@@ -72,6 +72,12 @@ class Ranks {
   // Makes what that needs, and may fail, before anything is ready.
   virtual void prepare_release() {}
   virtual bool has_begun() const { return false; }
+  // For updates ahead (Speculation::release()). The last micro-batch has begun of a window of that weight, which the ranks
+  // tell each other if each has parameters of its own. Then, the weight over all ranks, 0 while it is not known; and what
+  // sums the squares of a gradient that is complete, for the decision, NULL where that is not asked for.
+  virtual void meet_ahead(double weight) { (void)weight; }
+  virtual double weight_ahead(double own) const { return own; }
+  virtual const BinnedTask* sum_ahead(ga_param) { return nullptr; }
   // Whether the gradient of a parameter may be summed before ga_step.
   virtual bool is_early(size_t) const { return true; }
   virtual bool is_check_due() const { return false; }  // this window compares parameters and state

@@ -74,6 +74,7 @@ class Exchange final : public Ranks, private Agreement {
     if (overlaps()) stages_.preparation.prepare();
   }
   void release_ready() override;
+  double weight_ahead(double) const override { return 0; }
   bool has_begun() const override { return begun_; }
   bool is_early(size_t param) const override { return background_ && !has_rows(param); }
   bool is_check_due() const override;

@@ -37,8 +37,8 @@ OwnParameters::~OwnParameters() { comm_->give_back(); }
 
 int64_t OwnParameters::bytes() const {
   return static_cast<int64_t>((sent_.capacity() + gathered_.capacity()) * sizeof(uint64_t) +
-                              tasks_.capacity() * sizeof(BinnedTask) +
-                              chunks_.capacity() * sizeof(BinnedSum));
+                              (tasks_.capacity() + ahead_.capacity()) * sizeof(BinnedTask) +
+                              (chunks_.capacity() + sums_.capacity()) * sizeof(BinnedSum));
 }
 
 // ---- What goes together with it ---------------------------------------------------------------------
@@ -70,7 +70,6 @@ void OwnParameters::check() const {
   if (c.accumulation == GA_ACCUMULATE_RUNNING_MEAN) refuse("GA_ACCUMULATE_RUNNING_MEAN");
   if (c.noise_scale != 0) refuse("ga_config.noise_scale");
   if (c.nonfinite == GA_NONFINITE_DROP_MICRO) refuse("GA_NONFINITE_DROP_MICRO");
-  if (c.eager != 0) refuse("ga_config.eager");
   if (model_.options.clip_micro()) refuse("GA_CLIP_WHEN_MICRO");
   if (stages_.layers.count() > 0) refuse("a layer with batch normalisation");
   for (const Group& g : model_.params.groups) {
@@ -103,9 +102,16 @@ void OwnParameters::check_param(size_t i) const {
 
 // ---- Messages ---------------------------------------------------------------------------------------
 
+// Ranks that update ahead meet once more in a window.
+Agreement::Items OwnParameters::items() const {
+  Items items = context_items(options_, state_);
+  items.emplace_back("updates", "eager=" + std::to_string(model_.config.eager));
+  return items;
+}
+
 uint64_t OwnParameters::settings_digest() {
   if (!settings_known_) {
-    settings_ = digest_of(context_items(options_, state_));
+    settings_ = digest_of(items());
     settings_known_ = true;
   }
   return settings_;
@@ -174,7 +180,7 @@ void OwnParameters::gather(const Message& own, const std::optional<Error>& failu
   }
   if (failed) vote(function, failure ? &*failure : nullptr);
   if (failure) throw *failure;
-  if (!alike) explain("the settings", context_items(options_, state_));
+  if (!alike) explain("the settings", items());
   if (!steps || sums_.size() <= kSums)
     return;  // groups are as many on all ranks, by their settings
   const size_t rest = sums_.size() - kSums;
@@ -305,41 +311,97 @@ Source OwnParameters::gradient_of(size_t i) const {
   return {sums.data, sums.format, 1, nullptr};
 }
 
+void OwnParameters::lay_out_sums() {
+  first_chunks_.clear();
+  size_t chunks = 0;
+  for (const Param& p : model_.params) {
+    first_chunks_.push_back(chunks);
+    chunks += static_cast<size_t>(chunk_count(p.count));
+  }
+  chunks_.resize(chunks);
+  model_.arrays.reserve(std::max(static_cast<int64_t>(chunks), model_.arrays.chunks()),
+                        model_.params.size());
+}
+
+BinnedTask OwnParameters::task_of(size_t i) {
+  const Param& p = model_.params[i];
+  return {gradient_of(i), p.f64, p.count, &chunks_[first_chunks_[i]]};
+}
+
+const BinnedTask* OwnParameters::sum_ahead(ga_param id) {
+  const auto i = static_cast<size_t>(id);
+  ahead_[i] = task_of(i);
+  return &ahead_[i];
+}
+
 void OwnParameters::sum_squares() {
   tasks_.clear();
-  summed_.clear();
-  int64_t chunks = 0;
-  for (size_t i = 0; i < model_.params.size(); ++i) {
-    const Param& p = model_.params[i];
-    if (p.frozen || p.held() == Held::kNothing || p.count == 0) continue;
-    BinnedTask task = {};
-    task.source = gradient_of(i);
-    task.f64 = p.f64;
-    task.count = p.count;
-    tasks_.push_back(task);
-    summed_.push_back(static_cast<ga_param>(i));
-    chunks += chunk_count(p.count);
-  }
-  chunks_.resize(static_cast<size_t>(chunks));
-  BinnedSum* next = chunks_.data();
-  for (BinnedTask& task : tasks_) {
-    task.sums = next;
-    next += chunk_count(task.count);
-  }
-  model_.arrays.reserve(std::max(chunks, model_.arrays.chunks()), model_.params.size());
+  if (weight_ahead_ == 0) lay_out_sums();
+  const auto has_gradient = [](const Param& p) {
+    return !p.frozen && p.held() != Held::kNothing && p.count > 0;
+  };
+  for (size_t i = 0; i < model_.params.size(); ++i)
+    if (const Param& p = model_.params[i]; has_gradient(p) && p.ahead == Ahead::kNot)
+      tasks_.push_back(task_of(i));
   model_.backend->host()->sum_binned({tasks_.data(), tasks_.size()});
   nonfinite_at_ = -1;
-  for (size_t k = 0; k < tasks_.size(); ++k) {
-    const auto i = static_cast<size_t>(summed_[k]);
+  for (size_t i = 0; i < model_.params.size(); ++i) {
+    const Param& p = model_.params[i];
+    if (!has_gradient(p)) continue;
     BinnedSum sum;
-    for (int64_t c = 0; c < chunk_count(tasks_[k].count); ++c) sum.add(tasks_[k].sums[c]);
-    if (sum.nonfinite != 0 && nonfinite_at_ < 0) nonfinite_at_ = summed_[k];
-    BinnedSum& group = sums_[static_cast<size_t>(model_.params[i].group)];
+    for (int64_t c = 0; c < chunk_count(p.count); ++c)
+      sum.add(chunks_[first_chunks_[i] + static_cast<size_t>(c)]);
+    if (sum.nonfinite != 0 && nonfinite_at_ < 0) nonfinite_at_ = static_cast<int64_t>(i);
+    BinnedSum& group = sums_[static_cast<size_t>(p.group)];
     if (i >= counts_.size() || counts_[i])
       group.add(sum);
     else
       group.nonfinite |= sum.nonfinite;
   }
+}
+
+// Ranks with the same samples bring the same weight, which counts once.
+WindowSums OwnParameters::brought() const {
+  WindowSums sums = {};
+  std::vector<const Message*> of_data(static_cast<size_t>(data_ranks()));
+  for (int32_t q = 0; q < comm_->ranks(); ++q) {
+    const Message& m = message_of(q);
+    const Message*& first = of_data[static_cast<size_t>(m.data_rank)];
+    if (!first) {
+      first = &m;
+      sums.weight += m.weight;
+      sums.micro_batches += m.micro_batches;
+      sums.weighted += m.weighted;
+    } else if (first->weight != m.weight || first->micro_batches != m.micro_batches) {
+      fail(GA_ERROR_COMMUNICATION,
+           "rank %d has brought %g micro-batches of weight %g in all, but another rank with the "
+           "same samples (data_rank %d) %g of weight %g",
+           q, m.micro_batches, m.weight, static_cast<int>(m.data_rank), first->micro_batches,
+           first->weight);
+    }
+  }
+  for (size_t r = 0; r < of_data.size(); ++r)
+    if (!of_data[r])
+      fail(GA_ERROR_COMMUNICATION, "no rank has data_rank %zu, of %zu (data_ranks)", r,
+           of_data.size());
+  return sums;
+}
+
+void OwnParameters::meet_ahead(double weight) {
+  if (weight_ahead_ != 0) return;  // the last micro-batch is opened again
+  sums_.clear();
+  Message own = message(kFull, "ga_micro_begin");
+  own.weight = weight;
+  const std::optional<Error> failure = failure_of([this] {
+    if (!checked_) check();
+    checked_ = true;
+    lay_out_sums();
+    ahead_.resize(model_.params.size());
+  });
+  own.failed = failure.has_value();
+  gather(own, failure, "ga_micro_begin");
+  if (is_anyone_fresh()) agree_on_parts("ga_micro_begin");
+  weight_ahead_ = brought().weight;
 }
 
 bool OwnParameters::begin_end(WindowTotals& totals, bool) {
@@ -357,37 +419,15 @@ bool OwnParameters::begin_end(WindowTotals& totals, bool) {
     own.weighted = static_cast<double>(totals.weighted);
     gather(own, failure, "ga_step");
     for (int32_t q = 0; q < comm_->ranks(); ++q)
-      if (message_of(q).call == kDiscard) return false;
+      if (message_of(q).call == kDiscard) return weight_ahead_ = 0, false;
     if (!is_anyone_fresh()) break;
     agree_on_parts("ga_step");
   }
-
-  // Ranks with the same samples bring the same weight, which counts once.
-  window_ = {};
-  std::vector<const Message*> of_data(static_cast<size_t>(data_ranks()));
+  window_ = brought();
+  weight_ahead_ = 0;
   bool nonfinite = false;
-  for (int32_t q = 0; q < comm_->ranks(); ++q) {
-    const Message& m = message_of(q);
+  for (int32_t q = 0; q < comm_->ranks(); ++q)
     for (size_t k = 0; k < sums_.size(); ++k) nonfinite = nonfinite || sum_of(q, k).nonfinite != 0;
-    const Message*& first = of_data[static_cast<size_t>(m.data_rank)];
-    if (!first) {
-      first = &m;
-      window_.weight += m.weight;
-      window_.micro_batches += m.micro_batches;
-      window_.weighted += m.weighted;
-    } else if (first->weight != m.weight || first->micro_batches != m.micro_batches) {
-      fail(GA_ERROR_COMMUNICATION,
-           "ga_step: rank %d has brought %g micro-batches of weight %g in all, but another rank "
-           "with "
-           "the same samples (data_rank %d) %g of weight %g",
-           q, m.micro_batches, m.weight, static_cast<int>(m.data_rank), first->micro_batches,
-           first->weight);
-    }
-  }
-  for (size_t r = 0; r < of_data.size(); ++r)
-    if (!of_data[r])
-      fail(GA_ERROR_COMMUNICATION, "ga_step: no rank has data_rank %zu, of %zu (data_ranks)", r,
-           of_data.size());
   if (nonfinite && nonfinite_at_ < 0)
     nonfinite_at_ = static_cast<int64_t>(model_.params.size());  // on another rank
   totals.over_ranks = true;
@@ -418,6 +458,7 @@ void OwnParameters::add_gradients() {
 }
 
 void OwnParameters::discard() {
+  weight_ahead_ = 0;
   if (has_failed()) return;
   sums_.assign(model_.params.groups.size(), {});
   gather(message(kDiscard, "ga_discard"), {}, "ga_discard");

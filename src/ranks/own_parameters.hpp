@@ -41,6 +41,9 @@ class OwnParameters final : public Ranks, private Agreement {
   Samples samples() const override { return {data_ranks(), data_rank(), reduced_over_}; }
   size_t place() const override { return static_cast<size_t>(comm_->rank()); }
   bool knows(const std::string& name) const override { return names_.count(name) > 0; }
+  void meet_ahead(double weight) override;
+  double weight_ahead(double) const override { return weight_ahead_; }
+  const BinnedTask* sum_ahead(ga_param param) override;
   bool begin_end(WindowTotals& totals, bool discards) override;
   void add_gradients() override;
   void discard() override;
@@ -53,7 +56,7 @@ class OwnParameters final : public Ranks, private Agreement {
   }
 
  private:
-  enum Call : int64_t { kSetComm = 1, kStep, kDiscard, kOther };
+  enum Call : int64_t { kSetComm = 1, kFull, kStep, kDiscard, kOther };
 
   // What a rank says of itself, before the sums of its groups.
   struct Message {
@@ -85,8 +88,12 @@ class OwnParameters final : public Ranks, private Agreement {
   void check_comm_settings() const;
   void check() const;
   void check_param(size_t param) const;
-  // Sums squares of what this rank has in the window.
+  // What the ranks bring to the window, by their messages; throws if they cannot.
+  WindowSums brought() const;
+  // Sums squares of what this rank has in the window, but for what was summed ahead.
   void sum_squares();
+  void lay_out_sums();
+  BinnedTask task_of(size_t param);
   Source gradient_of(size_t param) const;
   // The parts of all ranks are to be those of whole parameters.
   void agree_on_parts(const char* what);
@@ -94,6 +101,7 @@ class OwnParameters final : public Ranks, private Agreement {
                    const std::vector<PartOfRank>& parts) const;
   bool is_fresh();
   bool is_anyone_fresh() const;  // of the last messages
+  Items items() const;
   uint64_t settings_digest();
   int32_t data_ranks() const {
     return options_.data_ranks > 0 ? options_.data_ranks : comm_->ranks();
@@ -121,9 +129,10 @@ class OwnParameters final : public Ranks, private Agreement {
   std::vector<BinnedSum> sums_;  // of the groups
   std::vector<BinnedSum> rest_;  // of all ranks: sums that do not fit
   std::vector<uint64_t> sent_, gathered_;
-  std::vector<BinnedTask> tasks_;
-  std::vector<ga_param> summed_;  // of the tasks
-  std::vector<BinnedSum> chunks_;
+  std::vector<BinnedTask> tasks_, ahead_;  // ahead_: by parameter
+  std::vector<BinnedSum> chunks_;          // sums of chunks, parameter behind parameter
+  std::vector<size_t> first_chunks_;       // of each parameter
+  double weight_ahead_ = 0;
   WindowSums window_ = {};
   int64_t nonfinite_at_ = -1;  // as Control has it
 };

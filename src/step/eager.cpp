@@ -101,7 +101,8 @@ bool Eager::needs_shadow(size_t i) const {
 }
 
 void Eager::release(ConcurrentCalls::Lock& lock) {
-  if (!model_.ranks->alone() || !is_usual(model_.window.weight())) return;
+  const double weight = model_.ranks->weight_ahead(model_.window.weight());
+  if (!is_usual(weight)) return;
   make_shadow();
   const size_t first = begun_.size();
   for (const ga_param id : waiting_) {
@@ -112,8 +113,10 @@ void Eager::release(ConcurrentCalls::Lock& lock) {
   waiting_.clear();
   const Span<const ReadyParam> begun = {begun_.data() + first, begun_.size() - first};
   if (begun.size == 0) return;
-  if (first == 0)
+  if (first == 0) {
     totals_ = stages_.accumulator.totals();  // which the threads read that work already
+    totals_.weight = weight;
+  }
   if (thread_) return thread_->release(begun_.size());
   done_ = begun_.size();
   try {
@@ -157,7 +160,8 @@ void Eager::begin(ga_param id, const Array* sum) {
   model_.tables.plans.at(i)->targets = targets;
   p.ahead = targets ? Ahead::kOutOfPlace : Ahead::kInPlace;
   in_place_ = in_place_ || !targets;
-  begun_.push_back({id, !sum && stages_.writer.needs_norm(i), is_in_passes(i)});
+  begun_.push_back({id, !sum && stages_.writer.needs_norm(i), is_in_passes(i),
+                    sum ? nullptr : model_.ranks->sum_ahead(id)});
 }
 
 void Eager::open() {

@@ -111,7 +111,7 @@ ga_step_result Step::step() {
 void Step::check_step() const {
   model_.check_device();
   model_.window.check_step();
-  if (model_.ranks->alone()) model_.speculation->join();
+  if (model_.ranks->alone() || model_.ranks->has_own_parameters()) model_.speculation->join();
   if (model_.config.nonfinite == GA_NONFINITE_FAIL && model_.backend->capturing())
     fail(GA_ERROR_INVALID_STATE,
          "ga_step waits for its result under GA_NONFINITE_FAIL, which is not possible while the "

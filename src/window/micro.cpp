@@ -23,6 +23,13 @@ void Accumulator::micro_begin(int64_t index, double weight, const ga_micro_optio
   model_.window.reserve_one();
   const bool again = index < model_.window.size();
   model_.window.begin(index, micro);
+  try {
+    if (model_.speculation->active() && model_.window.state() == GA_WINDOW_FULL)
+      model_.ranks->meet_ahead(model_.window.weight());
+  } catch (...) {
+    again ? model_.window.end() : model_.window.abort();
+    throw;
+  }
   added_ = again;
   contributions_.clear();
   borrowed_before_ = borrowed_.size();

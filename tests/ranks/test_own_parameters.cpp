@@ -489,9 +489,6 @@ TEST(OwnParameters, WhatDoesNotGoTogether) {
   c = summing();
   c.nonfinite = GA_NONFINITE_DROP_MICRO;
   refused({}, "GA_NONFINITE_DROP_MICRO", c);
-  c = summing();
-  c.eager = 1;
-  refused({}, "eager", c);
   ga_optimizer o = optimizer(GA_OPTIMIZER_LARS);
   refused({}, "LARS", summing(), o);
   o = optimizer(GA_OPTIMIZER_LAMB);

@@ -131,6 +131,7 @@ class CpuBackend final : public Backend, public HostWork {
     for (size_t k = 0; k < params.size; ++k)
       if (params.data[k].measured) set_limit(totals, params.data[k].param);
     take_norms(NormsBefore{*this, params});
+    run_binned(SumsBefore{params});
     predictor_.plan(tables_, totals, params);
     lists_.run(ReadyUpdates{tasks_.updates, params}, [&](const UpdateTask& task, const Work& w) {
       const ReadyParam& ready = params.data[w.task];
@@ -204,11 +205,7 @@ class CpuBackend final : public Backend, public HostWork {
   }
 
   void norm(Span<const NormTask> tasks) override { take_norms(Given<NormTask>{tasks}); }
-  void sum_binned(Span<const BinnedTask> tasks) override {
-    lists_.run(Given<BinnedTask>{tasks}, [this](const BinnedTask& task, const Work& w) {
-      kernels_.binned(task, w.offset, w.count);
-    });
-  }
+  void sum_binned(Span<const BinnedTask> tasks) override { run_binned(Given<BinnedTask>{tasks}); }
 
   void measure(Params params, const OverRanks& over_ranks) override {
     measure_layers(Listed<UpdateTask>{tasks_.measures, params});
@@ -349,6 +346,15 @@ class CpuBackend final : public Backend, public HostWork {
     }
   };
 
+  // The sums of squares of update_ahead() for other ranks.
+  struct SumsBefore {
+    Span<const ReadyParam> params;
+    size_t size() const { return params.size; }
+    BinnedTask operator[](size_t k) const {
+      return params.data[k].sum ? *params.data[k].sum : BinnedTask();
+    }
+  };
+
   struct ReadyUpdates {
     const UpdateTask* table;
     Span<const ReadyParam> params;
@@ -370,6 +376,13 @@ class CpuBackend final : public Backend, public HostWork {
   void set_limit(const WindowTotals& totals, ga_param param) {
     if (tables_.param_inputs[param].clamped)
       tables_.plans[param].raw = raw_numbers(tables_, mean_of(tables_, totals), param);
+  }
+
+  template <class Tasks>
+  void run_binned(const Tasks& tasks) {
+    lists_.run(tasks, [this](const BinnedTask& task, const Work& w) {
+      kernels_.binned(task, w.offset, w.count);
+    });
   }
 
   template <class Tasks>
