@@ -287,6 +287,49 @@ TEST(RankFiles, WindowsOfDifferentLengths) {
                  GA_ERROR_INVALID_ARGUMENT);
 }
 
+// Each rank has given keys of random bits to parameters of its own, which are known to no other; and parameters may come
+// after the communicator.
+TEST(RankFiles, EachRankHasOthers) {
+  const Folder folder;
+  const std::string path = folder / "run.ga";
+  const auto add_own = [](Context& ctx, const char* name, Tensor& p) {
+    ga_param_options o;
+    EXPECT_OK(ga_param_options_init(&o, sizeof o));
+    o.rounding = GA_ROUND_STOCHASTIC;
+    o.master = GA_MASTER_NONE;
+    ga_param id = -1;
+    EXPECT_OK(try_add(ctx, 0, name, p.data(), p.dtype(), {p.count()}, o, &id));
+  };
+  std::vector<Tensor> trained(2, Tensor(GA_BF16, 50));
+  for (const bool saves : {true, false})
+    on_ranks(2, [&](int32_t r, ga_comm* comm) {
+      Context ctx(summing());
+      ctx.group(plain_sgd());
+      ga_comm_options o = comm_options();
+      o.shard = GA_SHARD_PARAMETERS;
+      ASSERT_OK(ga_context_set_comm(ctx, comm, &o));
+      Tensor p(GA_BF16, 50, saves ? 1 : 7);
+      add_own(ctx, r == 0 ? "a" : "b", p);
+      if (saves) {
+        const Tensor g = random_tensor(GA_BF16, 50, static_cast<uint64_t>(r));
+        accumulate(ctx, {&g});
+        EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+        ASSERT_OK(ga_save(ctx, path.c_str(), nullptr));
+        memcpy(trained[static_cast<size_t>(r)].data(), p.data(), 100);
+      } else {
+        ASSERT_OK(ga_load(ctx, path.c_str(), nullptr)) << ga_last_error();
+        EXPECT_TRUE(p == trained[static_cast<size_t>(r)]);
+      }
+    });
+  Context one(summing());
+  one.group(plain_sgd());
+  Tensor a(GA_BF16, 50), b(GA_BF16, 50);
+  add_own(one, "b", b);
+  add_own(one, "a", a);
+  ASSERT_OK(ga_load(one, path.c_str(), nullptr)) << ga_last_error();
+  EXPECT_TRUE(a == trained[0] && b == trained[1]);
+}
+
 TEST(RankFiles, PathsAndNotes) {
   const Folder folder;
   const std::string path = folder / "run.ga";
