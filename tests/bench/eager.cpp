@@ -4,7 +4,8 @@
 // accumulated. E2 to E4, what is left to do after the last gradient, when layers come one after the other from
 // a backward pass that keeps one processor busy for as long as the step takes: over the same step without
 // ga_config.eager. E5, the same for one of eight ranks on a network of a given speed, with overlap, and with eager
-// as well.
+// as well. E6 and E7, E3 and the step itself where ranks have parameters of their own (GA_SHARD_PARAMETERS).
+#include <atomic>
 #include <cstring>
 #include <thread>
 
@@ -21,7 +22,9 @@ struct Way {
   int32_t life = GA_GRADIENTS_LIVE;
   double max_norm = 0;  // 0: no clip
   ga_comm* comm = nullptr;
+  std::string name = "layer";  // of each, with its number
   bool overlap = false;
+  bool own = false;  // GA_SHARD_PARAMETERS
 };
 
 class Layers {
@@ -35,6 +38,7 @@ class Layers {
     config.nonfinite = way.nonfinite;
     config.eager = way.eager;
     config.eager_threads = way.eager_threads;
+    if (way.own) config.gradient_kind = GA_GRADIENT_SUM;
     check(ga_context_create(&config, &ctx_));
     ga_optimizer optimizer;
     check(ga_optimizer_init(&optimizer, sizeof optimizer, GA_OPTIMIZER_ADAMW, GA_FLAVOR_TORCH));
@@ -52,13 +56,14 @@ class Layers {
     options.write_early = way.dtype == GA_BF16;
     size_ = way.dtype == GA_F32 ? 4 : 2;
     for (size_t k = 0; k < layout.shapes.size(); ++k)
-      check(ga_param_add(ctx_, 0, ("layer" + std::to_string(k)).c_str(),
+      check(ga_param_add(ctx_, 0, (way.name + std::to_string(k)).c_str(),
                          static_cast<char*>(parameters) + layout.offsets[k] * size_, way.dtype, 2,
                          layout.shapes[k].data(), &options, nullptr));
     if (!way.comm) return;
     ga_comm_options over;
     check(ga_comm_options_init(&over, sizeof over));
     over.overlap = way.overlap;
+    if (way.own) over.shard = GA_SHARD_PARAMETERS;
     check(ga_context_set_comm(ctx_, way.comm, &over));
   }
   ~Layers() { ga_context_destroy(ctx_); }
@@ -123,9 +128,36 @@ void in_place(const Options& options, Report& report, const Layout& layout) {
                        1e3 * median(t[1]), 1e3 * median(t[0])));
 }
 
-// slower: how many times as long as the step the backward pass takes.
+// A rank of so many that are threads.
+class Local {
+ public:
+  Local(const unsigned char* id, int32_t rank, int32_t ranks) {
+    ga_comm_config config;
+    check(ga_comm_config_init(&config, sizeof config, GA_COMM_LOCAL));
+    config.id = id;
+    config.rank = rank;
+    config.ranks = ranks;
+    check(ga_comm_create(&config, &comm_));
+  }
+  ~Local() { ga_comm_destroy(comm_); }
+  Local(const Local&) = delete;
+  Local& operator=(const Local&) = delete;
+  operator ga_comm*() const { return comm_; }
+
+  static std::vector<unsigned char> id() {
+    std::vector<unsigned char> id(GA_COMM_ID_SIZE);
+    check(ga_comm_unique_id(GA_COMM_LOCAL, id.data(), id.size()));
+    return id;
+  }
+
+ private:
+  ga_comm* comm_ = nullptr;
+};
+
+// slower: how many times as long as the step the backward pass takes. own: of the only rank, which has all parameters.
 void hidden(const Options& options, Report& report, const Layout& layout, const char* id,
-            int32_t dtype, double max_norm, double slower, double most, const char* what) {
+            int32_t dtype, double max_norm, double slower, double most, const char* what,
+            bool own = false) {
   const int threads = options.threads;
   const Block p = make_block(layout.n, 0, threads), q = make_block(layout.n, 0, threads),
               g = make_block(layout.n, 1, threads);
@@ -135,9 +167,14 @@ void hidden(const Options& options, Report& report, const Layout& layout, const 
   Way way;
   way.dtype = dtype;
   way.max_norm = max_norm;
+  way.own = own;
+  const std::vector<unsigned char> first = Local::id(), second = Local::id();
+  const Local of_plain(first.data(), 0, 1), of_eager(second.data(), 0, 1);
+  if (own) way.comm = of_plain;
   Layers plain(layout, p.get(), threads, way);
   way.eager = true;
   way.eager_threads = 1;
+  if (own) way.comm = of_eager;
   Layers eager(layout, q.get(), threads, way);
   Times whole, left;
   for (int round = -2; round < options.rounds(); ++round) {
@@ -155,6 +192,46 @@ void hidden(const Options& options, Report& report, const Layout& layout, const 
              what, 1e3 * median(left), 1e3 * median(whole), layers,
              static_cast<double>(eager.ahead) / windows,
              static_cast<double>(eager.redone) / windows));
+}
+
+// Eight ranks with a million elements each, in 16 tensors, on the processors that there are: how long a step takes
+// until all have made theirs, for a million elements and rank.
+void own_parameters(const Options& options, Report& report) {
+  constexpr int32_t kRanks = 8;
+  const Layout layout(std::vector<Shape>(16, Shape{250, 250}));
+  const std::vector<unsigned char> id = Local::id();
+  Times times;
+  std::vector<Times> of_ranks(kRanks);
+  std::atomic<int> arrived{0};
+  std::vector<std::thread> threads;
+  for (int32_t r = 0; r < kRanks; ++r)
+    threads.emplace_back([&, r] {
+      const Block p = make_block(layout.n, 0, 1), g = make_block(layout.n, 1, 1);
+      const Local comm(id.data(), r, kRanks);
+      Way way;
+      way.max_norm = kMaxNorm;
+      way.own = true;
+      way.comm = comm;
+      way.name = "rank" + std::to_string(r) + ".";
+      Layers layers(layout, p.get(), 1, way);
+      for (int round = -2; round < 4 * options.rounds(); ++round) {
+        ++arrived;
+        while (arrived.load() < (round + 3) * kRanks) std::this_thread::yield();
+        const double begin = now();
+        layers.window(g.get(), 0);
+        if (round >= 0) of_ranks[static_cast<size_t>(r)].push_back(now() - begin);
+      }
+    });
+  for (std::thread& t : threads) t.join();
+  for (size_t k = 0; k < of_ranks[0].size(); ++k) {
+    double longest = 0;
+    for (const Times& of_rank : of_ranks) longest = std::max(longest, of_rank[k]);
+    times.push_back(longest);
+  }
+  report.figure("E7", 1e3 / kRanks * times, Sense::kAtMost, 5,
+                format("8 ranks of a million elements each, clipped: %.1f ms for all, in ms for a "
+                       "million and rank",
+                       1e3 * median(times)));
 }
 
 // One of several ranks, whose network takes as long as the bytes say that it sends to the others, and no
@@ -260,7 +337,10 @@ void eager_figures(const Options& options, Report& report) {
            "f32, not clipped");
     hidden(options, report, layout, id("E4").c_str(), GA_BF16, kMaxNorm, slower, 1.15,
            "bf16 with master weights, clipped");
+    hidden(options, report, layout, id("E6").c_str(), GA_F32, 1e9, slower, 0.45,
+           "f32, not clipped, GA_SHARD_PARAMETERS", true);
   }
+  own_parameters(options, report);
   over_a_network(options, report, layout, "E5_1GB", 1.25e9, "f32, 8 ranks, 1.25 GB/s");
   over_a_network(options, report, layout, "E5_10GB", 12.5e9, "f32, 8 ranks, 12.5 GB/s");
 }

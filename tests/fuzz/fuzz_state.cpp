@@ -55,7 +55,7 @@ class Random {
 
 // ---- Contexts -----------------------------------------------------------------------------------
 
-enum Kind { kPlain, kAverage, kMasters, kRows, kLayers, kChecked, kChance, kGroups, kKinds };
+enum Kind { kPlain, kAverage, kMasters, kRows, kLayers, kChecked, kChance, kGroups, kCut, kKinds };
 
 size_t size_of(ga_dtype dtype) {
   return dtype == GA_F64 || dtype == GA_I64 ? 8 : dtype == GA_F32 || dtype == GA_I32 ? 4 : 2;
@@ -199,6 +199,15 @@ class Training {
         ga_ema_init(&ema, sizeof ema);
         ema.dtype = GA_BF16;
         must(ga_context_set_ema(ctx_, &ema));
+        break;
+      }
+      case kCut: {
+        group(GA_OPTIMIZER_ADAMW);
+        param("w", GA_BF16, {2, 3});
+        param("b", GA_F32, {3});
+        static constexpr int64_t whole[] = {4, 5}, first[] = {2, 1}, three = 3, zero = 0;
+        must(ga_param_set_part(ctx_, 0, whole, first, 1));
+        must(ga_param_set_part(ctx_, 1, &three, &zero, 2));
         break;
       }
       default:
