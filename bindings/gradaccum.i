@@ -28,7 +28,9 @@
 //   parallel_for, allocate, free of ga_config    They are called on threads, or need memory, that
 //                                                the runtime of the language does not manage.
 //   ga_comm_table                                Its functions would wait for other ranks inside
-//                                                the runtime's locks, and move raw memory.
+//                                                the runtime's locks, and move raw memory. Python
+//                                                makes one by ctypes, whose all_gather is enough
+//                                                for GA_SHARD_PARAMETERS.
 //   ga_comm_op                                   Only functions of a ga_comm_table take one.
 //   ga_..._init, struct_size, reserved           The constructors of the proxies call them, with
 //                                                the sizeof of C.

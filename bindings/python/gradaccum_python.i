@@ -488,6 +488,11 @@ static PyObject* state_note(const char* path) {
 static ga_status loss_scale_address(const ga_context* ctx, const void** out_device) {
   return ga_loss_scale(ctx, nullptr, out_device);
 }
+
+// table: the address of a ga_comm_table that ctypes has made.
+static void set_comm_table(ga_comm_config* config, const void* table) {
+  config->table = static_cast<const ga_comm_table*>(table);
+}
 %}
 
 // ---- Memory of Python's -------------------------------------------------------------------------

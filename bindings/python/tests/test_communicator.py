@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Threads as ranks."""
 
+import gc
 import threading
 import time
 from array import array
 from collections.abc import Callable
+from typing import Any
 
 import gradaccum as ga
 import numpy as np
@@ -81,6 +83,94 @@ def test_ranks_with_parameters_of_their_own(reduced: ga.Reduced) -> None:
 
     on_ranks(2, train)
     assert parts == [array("f", [-1, -2]), array("f", [-3, -4, -5, -6])]
+
+
+class Meeting:
+    """What threads give to each other: an all_gather for each of them."""
+
+    def __init__(self, ranks: int) -> None:
+        self._barrier = threading.Barrier(ranks, timeout=60)
+        self._given = [b""] * ranks
+
+    def of(self, rank: int) -> Callable[[memoryview], bytes]:
+        def all_gather(own: memoryview) -> bytes:
+            assert own.readonly
+            self._given[rank] = bytes(own)
+            self._barrier.wait()
+            found = b"".join(self._given)
+            self._barrier.wait()
+            return found
+
+        return all_gather
+
+
+def halves(rank: int, comm: ga.Communicator, p: "array[float]") -> ga.Context:
+    """A context with a half of four elements, which communicators of both ranks hold together."""
+    made = ga.Context(ga.Config(gradient_kind=ga.GradientKind.SUM))
+    group = made.add_group(ga.Optimizer(ga.OptimizerKind.SGD, lr=1))
+    made.add_param(group, "p", p).set_part([4], [2 * rank])
+    made.set_clip(ga.Clip(scope=ga.ClipScope.GLOBAL, max_norm=1))
+    made.set_communicator(comm, ga.CommunicatorOptions(shard=ga.CommShard.PARAMETERS))
+    return made
+
+
+def test_ranks_over_a_callable() -> None:
+    """The same bits as over threads of the library, also when nobody but the context has the communicator."""
+    ended = [array("f", [0, 0]) for _ in range(4)]
+
+    def train(rank: int, comm: ga.Communicator, p: "array[float]") -> None:
+        with halves(rank, comm, p) as c:
+            del comm
+            gc.collect()
+            for _ in range(2):
+                c.accumulate([array("f", [0.3 + rank, 0.7])], weight=[1, 3][rank])
+                assert c.step().weight == 4
+
+    def over_threads(rank: int, comm: ga.Communicator) -> None:
+        train(rank, comm, ended[rank])
+
+    meeting = Meeting(2)
+
+    def over_callables(rank: int, _: ga.Communicator) -> None:
+        train(rank, ga.Communicator.from_all_gather(rank, 2, meeting.of(rank)), ended[2 + rank])
+
+    on_ranks(2, over_threads)
+    on_ranks(2, over_callables)
+    assert ended[0][0] != 0 and ended[2:] == ended[:2]
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        (lambda own: 1 / 0, "ZeroDivisionError: division by zero"),
+        (lambda own: bytes(own)[1:], r"ValueError: all_gather returned \d+ bytes, expected \d+: \d+ of each of 1 ranks"),
+        (lambda own: None, "TypeError: memoryview: a bytes-like object is required"),
+    ],
+)
+def test_a_callable_that_fails(found: Any, text: str) -> None:
+    comm = ga.Communicator.from_all_gather(0, 1, found)
+    with context(array("f", [0])) as c, pytest.raises(ga.Error, match=text) as caught:
+        c.set_communicator(comm)
+    assert caught.value.status is ga.Status.COMMUNICATION
+
+
+def test_a_callable_that_gathers_does_nothing_else() -> None:
+    """A memoryview is not to be kept, and what needs more than all_gather says so."""
+    kept: list[memoryview] = []
+
+    def all_gather(own: memoryview) -> bytes:
+        kept.append(own)
+        return bytes(own) * 2
+
+    comm = ga.Communicator.from_all_gather(1, 2, all_gather)
+    assert (comm.rank, comm.ranks) == (1, 2)
+    with context(array("f", [0] * 8)) as c:
+        c.set_communicator(comm)
+        with pytest.raises(ValueError, match="released"):
+            kept[0][0]
+        c.accumulate([array("f", [1] * 8)])
+        with pytest.raises(ga.Error, match="the communicator has no all_to_all, because Communicator.from_all_gather"):
+            c.step()
 
 
 class Ended:
@@ -252,6 +342,8 @@ def test_bad_arguments() -> None:
         ga.Communicator.local(b"abc", 0, 1)
     with pytest.raises(ga.Error, match="rank was 2"):
         ga.Communicator.local(id, 2, 2)
+    with pytest.raises(ga.Error, match="rank was 2"):
+        ga.Communicator.from_all_gather(2, 2, bytes)
     with pytest.raises(ga.Error, match="timeout was 0"):
         ga.Communicator.local(id, 0, 2, timeout=0)
     with pytest.raises(ga.Error):  # no module, or no MPI_Init

@@ -42,7 +42,7 @@ STRUCTS = {
     "ga_flat_entry": ga.FlatEntry,
     "ga_comm_options": options.CommunicatorOptions,
     "ga_comm_config": None,  # the arguments of Communicator.local(), mpi() and nccl()
-    "ga_comm_table": None,  # for C programs
+    "ga_comm_table": None,  # Communicator.from_all_gather() makes it by ctypes
     "ga_kept_info": None,  # what Kept asks for
     "ga_accumulator": None,  # Accumulator has a Tensor: data, dtype, rows, columns, leading_dimension
 }  # fmt: skip

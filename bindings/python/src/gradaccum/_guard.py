@@ -19,7 +19,7 @@ from .options import Config
 class Handle:
     """A context of C, which lives as long as the context or a view of its memory."""
 
-    __slots__ = ("__weakref__", "address", "log", "lent", "lent_gradients", "tell")
+    __slots__ = ("__weakref__", "address", "log", "lent", "lent_gradients", "tell", "transports")
 
     def __init__(self, config: Config, tell: Callable[[int], object] | None) -> None:
         self.address = 0
@@ -27,6 +27,7 @@ class Handle:
         self.tell = tell
         self.lent: dict[int, Any] = {}  # of each parameter, the loan of its memory
         self.lent_gradients: list[Any] = []  # which threads of the library may still read
+        self.transports: list[Any] = []  # of communicators, which the context of C may call until it ends
         struct = config._write()
         if self.log is not None:
             struct.log = _raw.log_function()

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from . import _raw
+from ._transport import AllGather, Transport
 from .enums import CommKind, Status
 from .errors import Error
 
@@ -20,8 +21,9 @@ class Communicator:
     thread may call any method. A context keeps what it needs, also when the communicator is closed.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, transport: Transport | None = None) -> None:
         self._lock = threading.Lock()
+        self._transport = transport  # which a context keeps, too, whose library calls it
         self._users = 0  # calls that read the address
         self._closing = False
         self._address = 0
@@ -103,6 +105,22 @@ class Communicator:
         config.mpi_comm = comm.py2f() if hasattr(comm, "py2f") else comm
         config.timeout = timeout
         return cls(config)
+
+    @classmethod
+    def from_all_gather(cls, rank: int, ranks: int, all_gather: AllGather) -> Self:
+        """Is a rank of a transport of the program's, for ``CommShard.PARAMETERS``, which only gathers.
+
+        ``all_gather`` is called with the bytes of this rank, a memoryview that is not to be kept, and returns those of
+        all ranks, as many of each, one behind the other. It waits for the other ranks, has its own time limit, and must
+        not use the context. What it raises is the text of an ``Error``, after which the communicator is of no further
+        use.
+        """
+        transport = Transport(ranks, all_gather)
+        config = _raw.ga_comm_config(int(CommKind.TABLE))
+        config.rank = rank
+        config.ranks = ranks
+        _raw.set_comm_table(config, transport.address)
+        return cls(config, transport)
 
     # Calls that wait for other ranks last long, and abort() must be possible meanwhile: closing waits until
     # no call reads the address, without a lock that they hold.

@@ -360,6 +360,8 @@ class Context:
                 return
             comm = communicator._enter()
             try:
+                assert self._handle is not None
+                self._handle.transports.append(communicator._transport)
                 _raw.ga_context_set_comm(c, comm, struct)
             finally:
                 communicator._exit()
