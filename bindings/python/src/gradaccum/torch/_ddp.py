@@ -11,26 +11,19 @@ reduction that waits for ever. The weights travel between the hosts, over a grou
 from __future__ import annotations
 
 import contextlib
-import enum
 import math
 import warnings
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import Config, Context, GradientKind
+from .. import Config, GradientKind
 from ._hooks import Told
+from ._ranks import Call, Meeting, Statistics, joined, listed
+from ._slots import Slot
 
-Statistics = tuple[int, Tensor, Tensor]
-"""Of what a layer of batch normalisation has seen: the count, the mean and M2 of each channel."""
-
-Values = Callable[[], Mapping[str, Any]]
-"""What must be the same on all ranks, by name."""
-
-_NONE: Mapping[str, Any] = {}
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
 _MEANS = {  # hooks of torch that give the mean over the ranks, up to their rounding
     "allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "fp16_compress_wrapper_hook",
@@ -39,85 +32,21 @@ _MEANS = {  # hooks of torch that give the mean over the ranks, up to their roun
 }  # fmt: skip
 
 
-class Alone:
-    """A process that trains by itself: nothing is reduced. What Ranks does for several processes."""
-
-    reduces = False
-    """Whether gradients are reduced over several processes."""
-    count = 1
-    """Of the ranks."""
-
-    def track(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Parameters have been added."""
-
-    def begin(self) -> None:
-        """A micro-batch is about to be taken."""
-
-    def take(self, weight: float, loss_scale: float | None) -> tuple[float, float | None]:
-        """The weight and the loss scale that the library is told for the gradients of a micro-batch in .grad."""
-        return weight, loss_scale
-
-    def merge(self, seen: dict[Any, Statistics], layers: Iterable[Any]) -> dict[Any, Statistics]:
-        """The statistics of the micro-batch that was taken."""
-        return seen
-
-    def agree(self, call: Call, values: Values | None = None) -> None:
-        """A call that all ranks must make together, with the same values."""
-
-    @contextlib.contextmanager
-    def micro_batch(self, weight: float) -> Iterator[None]:
-        """Backwards of which the weight is known before."""
-        yield
-
-
-class Call(enum.IntEnum):
-    """What a rank does when it meets the others."""
-
-    CREATE = 0
-    """Makes an optimizer."""
-    FORWARD = 1
-    """Is in a forward in which DistributedDataParallel communicates."""
-    BACKWARD = 2
-    """Is in backward, before the first gradient is reduced."""
-    ACCUMULATE = 3
-    """Takes gradients from ``.grad``."""
-    STEP = 4
-    """Ends a window."""
-    FLUSH = 5
-    """Ends a window that may not be full, or that is empty."""
-
-
-_WORDS = (
-    "made an optimizer", "was in forward", "was in backward", "called accumulate() or step()", "ended a window",
-    "called flush()",
-)  # fmt: skip
-
-
-def ranks_of(ddp: torch.nn.Module | None, distributed: bool, context: Context, config: Config) -> Alone:
-    """The processes that train together with this one, whose context that is."""
-    if ddp is not None:
-        return Ranks(ddp, context, config)
-    world = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if world and torch.distributed.get_world_size() > 1 and distributed:
-        raise RuntimeError(
-            "there are several processes, whose gradients this optimizer does not reduce: pass ddp= the "
-            "DistributedDataParallel, or distributed=False for processes that train apart"
-        )
-    return Alone()
-
-
-class Ranks(Alone):
+class Ranks(Meeting):
     """The processes of a DistributedDataParallel."""
 
     reduces = True
     """Gradients are reduced."""
+    whose = " of ddp"
+    against_eager = (
+        "under ddp= gradients are not complete until the end of backward, which reduces them: nothing is left to overlap"
+    )
 
-    def __init__(self, ddp: torch.nn.Module, context: Context, config: Config) -> None:
+    def __init__(self, ddp: torch.nn.Module, config: Config) -> None:
         module: Any = getattr(ddp, "_orig_mod", ddp)  # of torch.compile
         if not isinstance(module, torch.nn.parallel.DistributedDataParallel):
             raise TypeError(f"ddp was a {type(ddp).__name__}, expected a DistributedDataParallel")
         self._ddp: Any = module
-        self._context = context
         self._sums = config.gradient_kind == GradientKind.SUM
         distributed: Any = torch.distributed
         members = distributed.get_process_group_ranks(module.process_group)
@@ -149,9 +78,11 @@ class Ranks(Alone):
         self._hooks = 0  # of communication, that were checked
         module.register_forward_pre_hook(_Forward(self))
 
-    def track(self, named: Iterable[tuple[str, Tensor]]) -> None:
+    def track(self, slots: Sequence[Slot]) -> None:
         """Parameters have been added: their gradients are weighed before they are reduced."""
-        named = list(named)
+        self._track([(slot.own.name, slot.tensor) for slot in slots])
+
+    def _track(self, named: Sequence[tuple[str, Tensor]]) -> None:
         for name, tensor in named:
             if tensor.requires_grad and id(tensor) not in self._reduced:
                 raise ValueError(
@@ -182,7 +113,7 @@ class Ranks(Alone):
             self._check_hooks()
         unfrozen = [named for named in self._waiting if named[1].requires_grad]
         if unfrozen:
-            self.track(unfrozen)
+            self._track(unfrozen)
             self._waiting = [named for named in self._waiting if not named[1].requires_grad]
         if all(tensor.grad is None for tensor in self._tracked):  # zero_grad() was called
             self._fault = None
@@ -264,7 +195,7 @@ class Ranks(Alone):
             weights = self._meet(Call.ACCUMULATE, float(weight))
             if not self._sums and max(weights) != min(weights):
                 raise ValueError(
-                    f"the ranks gave the weights {_listed(weights)} to accumulate(), but ddp has averaged their "
+                    f"the ranks gave the weights {listed(weights)} to accumulate(), but ddp has averaged their "
                     "gradients as if the weights were equal: use opt.backward(loss, weight=...) or "
                     "opt.micro_batch(weight=...), which know the weight before"
                 )
@@ -292,7 +223,7 @@ class Ranks(Alone):
             count, mean, m2 = seen.get(layer, (0, zero, zero))
             parts += [torch.tensor([count], dtype=torch.float64), mean.cpu(), m2.cpu()]
         sizes = [len(part) for part in parts]
-        for weight, found in zip(self._last, self._gather(torch.cat(parts)), strict=True):
+        for weight, found in zip(self._last, self._gather_tensors(torch.cat(parts)), strict=True):
             split = torch.split(found, sizes)
             for i, layer in enumerate(layers):
                 count, mean, m2 = int(split[3 * i][0]), split[3 * i + 1], split[3 * i + 2]
@@ -303,46 +234,16 @@ class Ranks(Alone):
             for layer, (count, mean, m2) in merged.items()
         }
 
-    def agree(self, call: Call, values: Values | None = None) -> None:
-        """Raises on every rank if some rank makes another call, or with other values."""
-        self._meet(call, None, {} if values is None else values())
+    def _gather(self, own: list[float]) -> list[list[float]]:
+        return [row.tolist() for row in self._gather_tensors(torch.tensor(own, dtype=torch.float64))]
 
-    def _meet(self, call: Call, weight: float | None, values: Mapping[str, Any] = _NONE) -> list[float]:
-        """Tells the others what this rank does, and the weight if it is known. Returns the weights of all."""
-        digest = zlib.crc32(repr(sorted(values.items())).encode())
-        place = [call, self._context.window.micro_batches, weight is not None]
-        own = torch.tensor([*place, digest, weight or 0.0], dtype=torch.float64)
-        rows = [row.tolist() for row in self._gather(own)]
-        if any(row[:3] != rows[0][:3] for row in rows):
-            self._differ(rows)
-        if any(row[3] != rows[0][3] for row in rows):
-            self._name_value(values)
-        weights = [row[4] for row in rows]
-        if not all(0 <= own < math.inf for own in weights):
-            raise ValueError(f"the ranks gave the weights {_listed(weights)}, expected finite numbers >= 0")
-        return weights
-
-    def _differ(self, rows: Sequence[Sequence[float]]) -> NoReturn:
-        found = [f"rank {rank} {_place(row)}" for rank, row in enumerate(rows)]
-        raise RuntimeError(
-            f"the ranks of ddp went apart: {'; '.join(found)}. Every rank must bring as many micro-batches to a "
-            "window, in the same calls; one that has no samples left gives an empty one the weight 0"
-        )
-
-    def _name_value(self, own: Mapping[str, Any]) -> NoReturn:
+    def _gather_values(self, own: dict[str, str]) -> list[dict[str, str]]:
         distributed: Any = torch.distributed
         found: list[Any] = [None] * self.count
-        distributed.all_gather_object(found, {key: repr(value) for key, value in own.items()}, group=self._group)
-        for rank, values in enumerate(found):
-            for key in sorted({*found[0], *values}):
-                if values.get(key) != found[0].get(key):
-                    raise RuntimeError(
-                        f"{key} was {found[0].get(key)} on rank 0 and {values.get(key)} on rank {rank}: replicas "
-                        "would go apart"
-                    )
-        raise AssertionError("two digests differed, but no value does")
+        distributed.all_gather_object(found, own, group=self._group)
+        return found
 
-    def _gather(self, own: Tensor) -> list[Tensor]:
+    def _gather_tensors(self, own: Tensor) -> list[Tensor]:
         distributed: Any = torch.distributed
         found = [torch.empty_like(own) for _ in range(self.count)]
         try:
@@ -353,30 +254,6 @@ class Ranks(Alone):
                 f"{error}"
             ) from error
         return found
-
-
-def joined(a: Statistics | None, b: Statistics) -> Statistics:
-    """The statistics of two parts (Chan, Golub and LeVeque 1979)."""
-    if a is None:
-        return b
-    n, mean, m2 = a
-    count, other, other_m2 = b
-    delta = other - mean
-    total = n + count
-    return total, mean + delta * (count / total), m2 + other_m2 + delta.square() * (n * count / total)
-
-
-def _place(row: Sequence[float]) -> str:
-    """What a rank did, and where in a window."""
-    call, held, is_weighted = Call(int(row[0])), int(row[1]), bool(row[2])
-    if call in (Call.STEP, Call.FLUSH):
-        return f"{_WORDS[call]} after {held} micro-batches"
-    inside = " inside micro_batch()" if call == Call.BACKWARD and is_weighted else ""
-    return f"{_WORDS[call]}{inside} for micro-batch {held + 1} of its window"
-
-
-def _listed(weights: Sequence[float]) -> str:
-    return ", ".join(f"{weight:g}" for weight in weights)
 
 
 def _timeout(module: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from .. import Clip, Config, Ema, LossScaler, ParamOptions, Schedule
+from .. import Clip, Config, Ema, LossScaler, ParamOptions, Reduced, Schedule
 from .. import Optimizer as Settings
 from ..enums import AdjustLr, Equilibrate, Flavor, NewtonSchulzPreset, OptimizerKind, Precision, ScheduleKind
 
@@ -63,6 +63,11 @@ class Kind:
     def counts_steps(self) -> bool:
         """Whether each parameter counts its own steps, and not those of the context."""
         return self.flavor == Flavor.TORCH
+
+    @property
+    def needs_whole(self) -> bool:
+        """Whether the formula uses all elements of a parameter, or of its rows, for each of them."""
+        return self.by_shape or self.optimizer in (OptimizerKind.LAMB, OptimizerKind.LARS)
 
     def check(self, group: Mapping[str, Any]) -> None:
         """Raises ValueError if a group asks for what the library has not."""
@@ -239,5 +244,9 @@ class WindowOptions(TypedDict, total=False):
     """Updates parameters while the last backward of a window runs; default False. See Optimizer."""
     ddp: torch.nn.Module | None
     """The DistributedDataParallel that reduces every backward."""
+    data_mesh: Any
+    """The DeviceMesh over whose ranks samples differ, if parameters are DTensors; () if all have the same samples."""
+    reduced: Reduced | None
+    """What gradients are over the ranks of data_mesh; default ``Reduced.MEAN``."""
     distributed: bool
     """False allows several processes that do not train one model together; default True."""

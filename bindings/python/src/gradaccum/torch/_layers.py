@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from .. import BatchNorm, BnSpread
-from ._ddp import Alone, Statistics, joined
+from ._ranks import Alone, Statistics, joined
 from ._habits import warn
 from ._streams import Streams
 

@@ -9,7 +9,6 @@ import os
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from operator import attrgetter
 from typing import Any, BinaryIO, NoReturn, cast
 
 import torch
@@ -18,18 +17,20 @@ from torch.utils.dlpack import from_dlpack
 
 from .. import (
     Clip, ClipScope, Config, Context, Ema, GradientLife, LossScaler, MicroBatch, MicroFlags, MicroOptions,
-    Nonfinite, ParamOptions, Rounding, Rows, Settings, StateOptions, StateParts, StepOutcome, StepResult, WindowState,
+    Nonfinite, ParamOptions, Reduced, Rounding, Rows, Settings, StateOptions, StateParts, StepOutcome, StepResult,
+    WindowState,
 )  # fmt: skip
 from . import _state_file as state_file
-from ._ddp import Alone, Call, ranks_of
 from ._habits import Habits, warn
-from ._kinds import OURS, Kind
+from ._hooks import Taker
+from ._kinds import Kind
 from ._layers import Layers
-from ._parameters import Parameters, cut_of
+from ._parameters import Parameters
+from ._ranks import Alone, Call, ranks_of
 from ._runtime import autograd_is_compiled, has_own_openmp
-from ._slots import Slot, add, fits, flat, is_sparse, like
+from ._slots import Slot, add, address_of, fits, flat, is_sparse, like
 from ._state import State, refuse
-from ._state_dict import from_torch, take_from_torch, to_torch
+from ._state_dict import by_index, from_torch, take_from_torch, take_group, to_torch
 from ._streams import streams_of
 
 KEY = "gradaccum"  # of a state dictionary: all that the library keeps
@@ -68,6 +69,11 @@ class Optimizer(torch.optim.Optimizer):
     ranks make the same calls: what differs is an error on each of them. ``accumulate`` and ``step`` learn the weight
     after the reduction, and raise unless all ranks give the same one. distributed: False allows several processes
     that do not train one model together.
+    data_mesh: needed if parameters are DTensors, of ``fully_shard`` and ``parallelize_module``: the DeviceMesh over whose
+    ranks samples differ and gradients are reduced, that of fully_shard; () if all ranks have the same samples.
+    ``backward`` multiplies its loss by the weight, which is this rank's, and 0 if it has no samples. All processes make
+    the same calls, those that save and load too. reduced: ``gradaccum.Reduced.SUM`` if the gradients of these ranks are
+    added, by ``set_gradient_divide_factor(1.0)``, and not averaged.
 
     eager: the same as ``Config(eager=True)``. On the CPU, in the first of the three ways, a parameter is updated
     while the backward of the window's last micro-batch is still running, and ``step`` makes the updates that are
@@ -92,6 +98,8 @@ class Optimizer(torch.optim.Optimizer):
         config: Config | None = None,
         param_options: ParamOptions | None = None,
         ddp: torch.nn.Module | None = None,
+        data_mesh: Any = None,
+        reduced: Reduced | None = None,
         distributed: bool = True,
         eager: bool = False,
     ) -> None:
@@ -128,8 +136,8 @@ class Optimizer(torch.optim.Optimizer):
             )
         super().__init__(params, {**_CHOICES, **defaults})
 
-        first = next((p for group in self.param_groups for p in group["params"]), None)
-        device = torch.device("cpu") if first is None else first.device
+        tensors = [p for group in self.param_groups for p in group["params"]]
+        device = tensors[0].device if tensors else torch.device("cpu")
         by_shape = kind.by_shape or (clip is not None and clip.scope == ClipScope.AGC)
         self._parameters = Parameters(kind, self._param_options, device, by_shape)
         config = self._config = Config() if config is None else config
@@ -138,17 +146,19 @@ class Optimizer(torch.optim.Optimizer):
                 "gradient_life was LIVE, but gradients of torch are freed as soon as they are taken"
             )
         self._eager = eager or config.eager
-        if self._eager and ddp is not None:
-            raise ValueError(
-                "eager was True, but under ddp= gradients are not complete until the end of backward, which reduces "
-                "them: nothing is left to overlap"
-            )
+        self._ranks = ranks_of(
+            config, tensors, ddp=ddp, data_mesh=data_mesh, reduced=reduced, distributed=distributed
+        )
+        self._no_state = self._ranks.state()
+        if self._eager and self._ranks.against_eager:
+            raise ValueError(f"eager was True, but {self._ranks.against_eager}")
         self._drops = config.nonfinite == Nonfinite.DROP_MICRO
         # Whether parameters may be written before step().
         self._writes_ahead = config.nonfinite == Nonfinite.IGNORE or self._param_options.write_early
         changes: dict[str, Any] = {"accum_steps": 0 if accum_steps is None else accum_steps, "eager": self._eager}
         self._streams = streams_of(device)
         changes.update(self._streams.config())
+        changes.update(self._ranks.config())
         if device.type == "cpu" and config.num_threads == 0:
             changes["num_threads"] = 1 if has_own_openmp() else torch.get_num_threads()
         self._context = Context(dataclasses.replace(config, **changes))
@@ -159,15 +169,16 @@ class Optimizer(torch.optim.Optimizer):
         if ema is not None:
             self._context.set_ema(ema)
         self._scales = loss_scaler is not None
-        self._ranks = ranks_of(ddp, distributed, self._context, config)
+        self._ranks.join(self._context)
         for group in self.param_groups:
-            self._parameters.add(self.context, group, self._ranks.track)
+            self._parameters.add(self.context, group, self._ranks)
         self._ranks.agree(Call.CREATE, lambda: {
             **{key: value for key, value in vars(config).items() if key not in _OF_ONE_RANK},
             "kind": kind, "accum_steps": accum_steps, "clip": clip, "loss_scaler": loss_scaler, "ema": ema,
             "param_options": param_options,
             "params": [(slot.own.name, tuple(slot.shape), slot.dtype) for slot in self._parameters.slots],
         })  # fmt: skip
+        self._ranks.connect()
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Lightning's wrapper takes the class of an optimizer without its attributes, and has this one besides.
@@ -194,11 +205,12 @@ class Optimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch does. Between windows."""
         if self._context is not None:
+            self._ranks.meet(Call.ADD)
             self._parameters.look_at_groups(self.param_groups)
         super().add_param_group(param_group)
         if self._context is not None:
             try:
-                self._parameters.add(self.context, self.param_groups[-1], self._ranks.track)
+                self._parameters.add(self.context, self.param_groups[-1], self._ranks)
             except BaseException:
                 self.param_groups.pop()
                 raise
@@ -240,13 +252,14 @@ class Optimizer(torch.optim.Optimizer):
                 "accumulate() instead"
             )
         self._begin()
+        self._ranks.open(weight)
         self._tells_ready = self._eager and (last or self._is_last())
         if self._tells_ready:
             self._push()  # updates begin before step()
         for slot in self._parameters.slots:
             if slot.hook is None and slot.tensor.requires_grad:
                 register: Any = slot.tensor.register_post_accumulate_grad_hook
-                slot.hook = register(_hook(self, slot))
+                slot.hook = register(Taker(self, slot))
         micro = self.context.micro_batch(weight, options=_options(last))
         try:
             with micro:
@@ -322,8 +335,9 @@ class Optimizer(torch.optim.Optimizer):
         before. last: it ends the window, also one that is not full.
         """
         self._habits.sees_loss(loss, weight)
+        loss = self._ranks.weigh(self.scale_loss(loss), float(weight))
         with self.micro_batch(weight, last=last):
-            self.scale_loss(loss).backward(**options)  # type: ignore[no-untyped-call]
+            loss.backward(**options)  # type: ignore[no-untyped-call]
 
     def accumulate(self, weight: float = 1.0) -> None:
         """Takes the gradients of a micro-batch from ``.grad``, which becomes None."""
@@ -370,7 +384,7 @@ class Optimizer(torch.optim.Optimizer):
         weight, loss_scale = self._ranks.take(weight, loss_scale)
         options = _options(last, loss_scale)
         self._layers.tell(self._streams, self._ranks)
-        gradients = list(map(_GRAD, self._parameters.tensors))
+        gradients = self._parameters.gradients()
         alive: list[Tensor] = []
         if self._parameters.are_plain(gradients):
             self.context.accumulate(list(map(Tensor.data_ptr, gradients)), weight, options)
@@ -380,7 +394,7 @@ class Optimizer(torch.optim.Optimizer):
             for gradient, slot in zip(gradients, self._parameters.slots, strict=True):
                 if gradient is not None:
                     alive.append(gradient if fits(gradient, slot) else like(gradient, slot))
-                    addresses[slot.place] = alive[-1].data_ptr()
+                    addresses[slot.place] = address_of(alive[-1])
                     slot.touched = True
             self.context.accumulate(addresses, weight, options)
         else:
@@ -475,6 +489,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def discard(self) -> None:
         """Drops the window."""
+        self._ranks.meet(Call.DISCARD)
         self.context.discard()
         self._window_ended()
 
@@ -548,6 +563,7 @@ class Optimizer(torch.optim.Optimizer):
 
         What the library keeps besides, an open window too, is under the key "gradaccum".
         """
+        self._ranks.meet(Call.SAVE)
         self._push()
         data = self.context.save_bytes(StateOptions(parts=StateParts.LIBRARY))
         header, arrays = state_file.split(data)
@@ -558,7 +574,7 @@ class Optimizer(torch.optim.Optimizer):
             packed = super().state_dict()
         finally:
             self._packed_state = None
-        packed[KEY] = {"header": header, "arrays": arrays}
+        packed[KEY] = {"header": header, "arrays": arrays, **self._ranks.mark()}
         return packed
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -567,35 +583,18 @@ class Optimizer(torch.optim.Optimizer):
         What came from here goes on exactly, in the middle of a window too. As in torch, hyper-parameters are
         those that were saved. Without the key "gradaccum", the state is taken as torch's.
         """
+        self._ranks.meet(Call.LOAD)
         groups, before = self.param_groups, [dict(group) for group in self.param_groups]
-        state = state_dict["state"]
+        state = by_index(state_dict)
         if self.context.window.micro_batches > 0:
             raise RuntimeError("load_state_dict() was called within a window; discard() drops it")
         try:
             super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
             for group, loaded in zip(groups, self.param_groups, strict=True):
-                if not cut_of(loaded):  # a dictionary of torch's
-                    loaded |= cut_of(group)
-                if cut_of(loaded) != cut_of(group):
-                    raise ValueError(
-                        f"a group of the state dictionary has {cut_of(loaded)}, but here "
-                        f"{cut_of(group) or 'Muon has no cut'}"
-                    )
-                loaded |= {key: group[key] for key in OURS if key in group and key not in loaded}
-                missing = [key for key in self._kind.keys if key not in loaded and key not in OURS]
-                if missing:
-                    raise ValueError(
-                        f"the state dictionary is of another optimizer: its groups have no {missing[0]}"
-                    )
-                self._kind.check(loaded)
-                group.clear()
-                group.update(loaded)
+                take_group(group, loaded, self._kind)
             self.param_groups = groups  # the same dictionaries, which a scheduler may hold
             if KEY in state_dict:
-                arrays = dict(state_dict[KEY]["arrays"])
-                header = bytes(state_dict[KEY]["header"].cpu().numpy())
-                take_from_torch(arrays, state_file.entries(header), state, self._parameters.slots)
-                data = state_file.join(header, arrays)
+                data, arrays = self._ranks.vote(lambda: self._join(state_dict[KEY], state))
                 options = StateOptions(parts=StateParts.LIBRARY, settings=Settings.KEEP)
                 self._push()
                 self.context.load(data, options)
@@ -619,8 +618,23 @@ class Optimizer(torch.optim.Optimizer):
             self._push()
             raise
 
+    def _join(
+        self, own: Mapping[str, Any], state: Mapping[int, Mapping[str, Any]]
+    ) -> tuple[bytearray, dict[str, Tensor]]:
+        """The file of which state_dict() has made that of the library and torch's, and its arrays."""
+        mark = {key: own[key] for key in ("rank", "ranks") if key in own}
+        if mark != self._ranks.mark():
+            raise ValueError(
+                f'"{KEY}" of the state dictionary is of {mark or "a process alone"}, expected '
+                f"{self._ranks.mark() or 'one of a process alone'}: without that key, torch's state is loaded"
+            )
+        arrays = dict(own["arrays"])
+        header = bytes(own["header"].cpu().numpy())
+        take_from_torch(arrays, state_file.entries(header), state, self._parameters.slots)
+        return state_file.join(header, arrays), arrays
+
     def _load_from_torch(self, state: Mapping[int, Mapping[str, Any]]) -> None:
-        arrays, steps = from_torch(state, self._parameters.slots)
+        arrays, steps = self._ranks.vote(lambda: from_torch(state, self._parameters.slots))
         options = StateOptions(
             parts=StateParts.LIBRARY, settings=Settings.KEEP, allow_missing=True, unmarked=True
         )
@@ -632,7 +646,11 @@ class Optimizer(torch.optim.Optimizer):
         self.context.set_steps(steps)
 
     def save(self, target: str | os.PathLike[str] | BinaryIO, options: StateOptions | None = None) -> None:
-        """Saves parameters and state to a file of the library, as Context.save() does."""
+        """Saves parameters and state to a file of the library, as Context.save() does.
+
+        With data_mesh=, each rank saves and loads its own, at a path of its own.
+        """
+        self._ranks.meet(Call.SAVE)
         self._push()
         self.context.save(target, options)
 
@@ -640,6 +658,7 @@ class Optimizer(torch.optim.Optimizer):
         self, source: str | os.PathLike[str] | BinaryIO | bytes, options: StateOptions | None = None
     ) -> None:
         """Loads what save() has saved, parameters too. Hyper-parameters stay those of param_groups."""
+        self._ranks.meet(Call.LOAD)
         self._push()
         self.context.load(source, dataclasses.replace(options or StateOptions(), settings=Settings.KEEP))
         self._parameters.written(self._parameters.slots)
@@ -663,33 +682,6 @@ class Optimizer(torch.optim.Optimizer):
 
     def __deepcopy__(self, _: Any) -> NoReturn:
         self.__reduce__()
-
-
-_GRAD = attrgetter("grad")
-
-
-def _hook(optimizer: Optimizer, slot: Slot) -> Callable[[Tensor], None]:
-    this = weakref.ref(optimizer)
-
-    def take(tensor: Tensor) -> None:
-        owner = this()
-        if owner is None or owner._open is None:
-            return
-        if tensor.grad is None:
-            raise RuntimeError(
-                f'the gradient of parameter "{slot.own.name}" is gone from .grad, where another hook, or an open '
-                "micro-batch of another optimizer, has taken it"
-            )
-        owner._count_gradient(slot)
-        context = owner.context  # on the stream of this node of backward
-        alive = add(owner._open, slot, tensor.grad)
-        if context._kept.late:
-            owner._held += alive
-        owner._streams.keep([tensor.grad])
-        tensor.grad = None
-        owner._tell_ready(slot)
-
-    return take
 
 
 def _options(last: bool, loss_scale: float | None = None) -> MicroOptions | None:

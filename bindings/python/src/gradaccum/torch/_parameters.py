@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, is_
 from typing import Any
 
@@ -13,9 +13,12 @@ from torch import Tensor
 
 from .. import Context, Group, ParamOptions, Rows
 from ._kinds import Kind
+from ._parts import Whole
+from ._ranks import Alone
 from ._slots import DTYPES, Slot
 
 _DTYPE = attrgetter("dtype")
+_GRAD = attrgetter("grad")
 _COUNT, _IS_CONTIGUOUS = Tensor.numel, Tensor.is_contiguous
 
 
@@ -44,19 +47,25 @@ class Parameters:
         self._dtypes: list[torch.dtype] = []
         self._counts: list[int] = []
         self._dense = True  # whether all are contiguous
+        self._are_whole = True  # whether none is a DTensor
         self._groups: list[Group] = []
         self._sizes: list[int] = []  # parameters in each group
         self._cuts: list[dict[str, int]] = []  # of each group
         self._known: list[tuple[Any, ...]] = []  # of each group, the hyper-parameters that the library has
 
-    def add(
-        self, context: Context, group: dict[str, Any], track: Callable[[Iterable[tuple[str, Tensor]]], object]
-    ) -> None:
-        """Adds a group, as a whole or not at all. track: gets names and tensors, and may refuse them."""
+    def add(self, context: Context, group: dict[str, Any], ranks: Alone) -> None:
+        """Adds a group, as a whole or not at all. ranks: may refuse parameters."""
         self._kind.check(group)
-        views = [self._view(tensor, group) for tensor in group["params"]]
         names = group.get("param_names") or [
             f"param{len(self.slots) + i}" for i in range(len(group["params"]))
+        ]
+        is_named = "param_names" in group
+        parts = [
+            ranks.part_of(tensor, name, is_named) for tensor, name in zip(group["params"], names, strict=True)
+        ]
+        self._check_whole(names, parts)
+        views = [
+            self._view(part.memory(tensor), group) for tensor, part in zip(group["params"], parts, strict=True)
         ]
         own_group = context.add_group(self._kind.settings(group))
         if (schedule := self._kind.schedule(group)) is not None:
@@ -73,10 +82,10 @@ class Parameters:
             )  # fmt: skip
         added: list[Slot] = []
         try:
-            for tensor, view, name in zip(group["params"], views, names, strict=True):
+            for tensor, part, view, name in zip(group["params"], parts, views, names, strict=True):
                 own = context.add_param(own_group, name, view, options=options)
-                added.append(Slot(tensor, own, rows != Rows.NONE, options.follow_data))
-            track((slot.own.name, slot.tensor) for slot in added)
+                added.append(Slot(tensor, part, own, rows != Rows.NONE, options.follow_data))
+            ranks.track(added)
         except BaseException:
             for slot in added:
                 slot.own.remove()
@@ -91,18 +100,32 @@ class Parameters:
 
     def _index(self, context: Context) -> None:
         self.tensors = [slot.tensor for slot in self.slots]
-        self._dtypes = [tensor.dtype for tensor in self.tensors]
-        self._counts = [tensor.numel() for tensor in self.tensors]
+        memories = [slot.memory for slot in self.slots]
+        self._dtypes = [memory.dtype for memory in memories]
+        self._counts = [memory.numel() for memory in memories]
         # Places in the library are those of the list, unless a group was refused half-way.
         in_order = [slot.place for slot in self.slots] == list(range(context.slot_count))
-        self._dense = in_order and all(tensor.is_contiguous() for tensor in self.tensors)
+        self._dense = in_order and all(memory.is_contiguous() and memory.numel() for memory in memories)
+        self._are_whole = all(memory is tensor for memory, tensor in zip(memories, self.tensors, strict=True))
+
+    def _check_whole(self, names: Sequence[str], parts: Sequence[Whole]) -> None:
+        """Raises if the optimizer cannot update a part of a parameter."""
+        if not self._kind.needs_whole:
+            return
+        for name, part in zip(names, parts, strict=True):
+            if part.is_cut:
+                raise ValueError(
+                    f'parameter "{name}" is cut between ranks, but {self._kind.optimizer.name} needs whole parameters: '
+                    "leave it whole on every rank of one mesh (Replicate, in place of fully_shard() or a plan that "
+                    "cuts it), or give it another optimizer, as AdamW"
+                )
 
     def _view(self, tensor: Tensor, group: Mapping[str, Any]) -> Tensor:
         """The memory of a parameter as a dense tensor: its dimensions in the order of the memory."""
         if tensor.dtype not in DTYPES:
             raise TypeError(f"a parameter was {tensor.dtype}, expected float32, float64, float16 or bfloat16")
-        if tensor.layout != torch.strided or hasattr(tensor, "_local_tensor"):
-            raise TypeError("a parameter was sparse or a DTensor, expected a plain tensor")
+        if tensor.layout != torch.strided:
+            raise TypeError("a parameter was sparse, expected a dense tensor")
         if tensor.device != self._device:
             raise ValueError(f"a parameter was on {tensor.device}, but the first one is on {self._device}")
         if self._device.type not in ("cpu", "cuda"):
@@ -156,7 +179,7 @@ class Parameters:
         is_expected: whether a parameter that was written holds what the library has rounded.
         """
         for slot in self.slots:
-            tensor = slot.tensor
+            tensor = slot.memory
             if tensor.shape != slot.shape or tensor.stride() != slot.stride or tensor.dtype is not slot.dtype:
                 raise RuntimeError(
                     f'parameter "{slot.own.name}" was {slot.dtype} of shape {list(slot.shape)} and strides '
@@ -167,12 +190,22 @@ class Parameters:
                     raise RuntimeError(f'parameter "{slot.own.name}" has moved while a window was open')
                 slot.own.bind(self._view(tensor, {}))
                 slot.address = tensor.data_ptr()
-            if tensor._version != slot.version:
+            if slot.writes() != slot.version:
                 if slot.tells and not is_expected(slot):
                     if not may_move:
                         raise RuntimeError(f'parameter "{slot.own.name}" was written while a window was open')
                     slot.own.changed()
-                slot.version = tensor._version
+                slot.version = slot.writes()
+
+    def gradients(self) -> list[Any]:
+        """What is in .grad, as gradients of the memory that the library has."""
+        found = list(map(_GRAD, self.tensors))
+        if self._are_whole:
+            return found
+        return [
+            None if gradient is None else slot.part.gradient(gradient)
+            for gradient, slot in zip(found, self.slots, strict=True)
+        ]
 
     def are_plain(self, gradients: list[Tensor]) -> bool:
         """Whether all parameters have gradients, dense and of their dtype and size: seen with few calls."""
@@ -201,7 +234,7 @@ class Parameters:
         """Tells autograd that the library has written parameters."""
         torch.autograd.graph.increment_version([slot.tensor for slot in slots])
         for slot in slots:
-            slot.version = slot.tensor._version
+            slot.version = slot.writes()
 
     def values(self) -> dict[str, Any]:
         """The hyper-parameters of all groups, by names for messages."""

@@ -55,7 +55,7 @@ class ScheduleFree(Optimizer):
             ]
             with torch.no_grad():
                 for slot, share, z in of_z:
-                    slot.tensor.lerp_(z.as_strided(slot.shape, slot.stride).to(slot.tensor), share)
+                    slot.memory.lerp_(z.as_strided(slot.shape, slot.stride).to(slot.dtype), share)
         self._set_mode(exchanged=False)
 
     def _set_mode(self, *, exchanged: bool) -> None:

@@ -10,37 +10,55 @@ import torch
 from torch import Tensor
 
 from .. import Dtype, MicroBatch, Param
+from ._parts import Whole
 
 DTYPES = {
     torch.float32: Dtype.F32, torch.float64: Dtype.F64, torch.float16: Dtype.F16, torch.bfloat16: Dtype.BF16,
 }  # fmt: skip
 TORCH = {own: theirs for theirs, own in DTYPES.items()} | {Dtype.I64: torch.int64}
+_NOTHING = torch.zeros(1, device="cpu")  # the address of tensors without an element, which torch gives none
 
 
 class Slot:
     """A parameter of torch, and that of the library with the same memory."""
 
     __slots__ = (
-        "address", "dtype", "gradients", "hook", "is_whole", "own", "place", "rows", "shape", "stride",
+        "address", "dtype", "gradients", "hook", "is_whole", "own", "part", "place", "rows", "shape", "stride",
         "tensor", "tells", "touched", "version",
     )  # fmt: skip
 
-    def __init__(self, tensor: Tensor, own: Param, rows: bool, follows: bool) -> None:
+    def __init__(self, tensor: Tensor, part: Whole, own: Param, rows: bool, follows: bool) -> None:
         self.tensor = tensor
+        self.part = part
         self.own = own
         self.rows = rows
         self.place = own.slot
         self.dtype = tensor.dtype
-        self.shape = tensor.shape
-        self.stride = tensor.stride()
-        self.address = tensor.data_ptr()
-        self.version = tensor._version
+        memory = self.memory
+        self.shape = memory.shape
+        self.stride = memory.stride()
+        self.address = memory.data_ptr()
+        self.version = self.writes()
         self.touched = False  # whether it has a gradient in this window
         self.gradients = 0  # that the open micro-batch has given it
         self.is_whole: bool | None = None  # whether a micro-batch gives it one gradient; None: not known yet
         # Whether the library has to be told if the program writes the parameter.
         self.tells = not follows and any(info.name == "master" for info in own.states)
         self.hook: Any = None
+
+    @property
+    def memory(self) -> Tensor:
+        """The tensor whose memory the library has."""
+        return self.part.memory(self.tensor)
+
+    def writes(self) -> int:
+        """A number that grows if the program writes the parameter; torch counts for a DTensor and its memory apart."""
+        return self.tensor._version + self.memory._version
+
+
+def address_of(gradient: Tensor) -> int:
+    """The address of its elements; one that is not read if there is none, since 0 stands for no gradient."""
+    return gradient.data_ptr() or _NOTHING.data_ptr()
 
 
 def is_sparse(gradient: Tensor | None) -> bool:
@@ -67,7 +85,7 @@ def like(gradient: Tensor, slot: Slot) -> Tensor:
 
 def add(micro: MicroBatch, slot: Slot, gradient: Tensor) -> list[Tensor]:
     """Adds a gradient to the open micro-batch. Returns what is to live until its end."""
-    gradient = gradient.detach()
+    gradient = slot.part.gradient(gradient.detach())
     slot.touched = True
     if gradient.layout is torch.sparse_coo:
         if not slot.rows:
@@ -85,7 +103,7 @@ def add(micro: MicroBatch, slot: Slot, gradient: Tensor) -> list[Tensor]:
         raise ValueError(f'the gradient of parameter "{slot.own.name}" has the layout {gradient.layout}')
     if not fits(gradient, slot):
         gradient = like(gradient, slot)
-    micro.accumulate(slot.own, gradient.data_ptr())
+    micro.accumulate(slot.own, address_of(gradient))
     return [gradient]
 
 
@@ -99,11 +117,12 @@ def dense(shape: Sequence[int]) -> tuple[int, ...]:
 
 def flat(array: Tensor, slot: Slot) -> Tensor:
     """An array of state in the order of memory."""
-    array = array.detach().cpu()
-    if array.numel() != slot.tensor.numel() or slot.tensor.is_contiguous():
+    array = slot.part.array(array.detach()).cpu()
+    memory = slot.memory
+    if array.numel() != memory.numel() or memory.is_contiguous():
         return array.contiguous()
     return (
-        torch.empty_strided(slot.tensor.shape, slot.stride, dtype=array.dtype)
+        torch.empty_strided(memory.shape, slot.stride, dtype=array.dtype)
         .copy_(array)
         .as_strided(slot.own.shape, dense(slot.own.shape))
     )

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several processes that have parts of the parameters, as fully_shard() and parallelize_module() cut them.
+
+The framework gives each rank the mean of the ranks' gradients, of this rank's part. The loss of a rank is multiplied by
+the weight of its micro-batch before backward, so that the step can divide by the sum of all weights. Ranks tell each
+other their weights, and what a step needs of all gradients, over a group of gloo, between the hosts.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import Communicator, CommShard, CommunicatorOptions, Config, GradientKind, Reduced
+from ._communicator import Exchange, Kind
+from ._parts import WHOLE, Part, Whole, is_part
+from ._ranks import Call, Meeting, Result, Values, listed
+from ._slots import Slot
+from ._state import State, StateOfParts
+
+
+class Sharded(Meeting):
+    """The processes of the world, each with its parts of the parameters."""
+
+    against_eager = (
+        "with data_mesh= a step waits for what the other ranks say of their gradients: nothing is left to overlap"
+    )
+
+    def __init__(
+        self, config: Config, tensors: Sequence[Tensor], data_mesh: Any, reduced: Reduced, distributed: bool
+    ) -> None:
+        _check(tensors, distributed)
+        if isinstance(data_mesh, tuple) and not data_mesh:
+            self._data, self._data_ranks, self._data_rank = set[int](), 1, 0
+        else:
+            self._data, self._data_ranks, self._data_rank = _places(data_mesh)
+        self._reduced = reduced
+        self._sums = config.gradient_kind == GradientKind.SUM
+        self._is_weighed = False  # whether the loss of the next micro-batch comes from backward()
+        self._exchange = Exchange()
+
+    def config(self) -> dict[str, Any]:
+        return {"gradient_kind": GradientKind.SUM}
+
+    # ---- Parameters
+
+    def part_of(self, tensor: Tensor, name: str, is_named: bool) -> Whole:
+        if not is_part(tensor):
+            if self._data_ranks > 1:
+                raise ValueError(
+                    f'parameter "{name}" is no DTensor, so that its gradient is not reduced over data_mesh: let '
+                    "fully_shard() have its module, or give it an optimizer of its own"
+                )
+            self._check_name(name, is_named, "is no DTensor")
+            return WHOLE
+        part = Part(tensor, name)
+        members = part.members()
+        if not self._data <= members:
+            raise ValueError(
+                f'parameter "{name}" is on {part.mesh}, which does not have all ranks of data_mesh, '
+                f"{sorted(self._data)}: its gradient is not reduced over them"
+            )
+        if len(members) < self._exchange.ranks:
+            self._check_name(name, is_named, f"is on {part.mesh}, which does not have all ranks")
+        if not part.memory(tensor).is_contiguous():
+            raise ValueError(
+                f'the part of parameter "{name}" had strides {part.memory(tensor).stride()}, expected a contiguous one'
+            )
+        return part
+
+    def _check_name(self, name: str, is_named: bool, why: str) -> None:
+        if not is_named and self._exchange.ranks > 1:
+            raise ValueError(
+                f'parameter "{name}" {why}: give the optimizer model.named_parameters(), whose names say which '
+                "parameters of other ranks are the same one"
+            )
+
+    def track(self, slots: Sequence[Slot]) -> None:
+        boxes = self.vote(lambda: {slot.own.name: _box(slot) for slot in slots})
+        found = [json.loads(other) for other in self._exchange.gather(Kind.PARTS, json.dumps(boxes).encode())]
+        for slot in slots:
+            own = boxes[slot.own.name]
+            slot.own.set_part(slot.tensor.shape, own[0], sum(other.get(slot.own.name) == own for other in found))
+
+    def connect(self) -> None:
+        communicator = Communicator.from_all_gather(
+            self._exchange.rank, self._exchange.ranks, self._exchange.all_gather
+        )
+        options = CommunicatorOptions(
+            shard=CommShard.PARAMETERS, reduced=self._reduced, data_ranks=self._data_ranks, data_rank=self._data_rank
+        )
+        self._context.set_communicator(communicator, options)
+
+    # ---- Micro-batches
+
+    def weigh(self, loss: Tensor, weight: float) -> Tensor:
+        self._is_weighed = True
+        return loss if self._sums or weight == 1 else loss * weight
+
+    def open(self, weight: float) -> None:
+        is_weighed, self._is_weighed = self._is_weighed, False
+        weights = self._meet(Call.BACKWARD if is_weighed else Call.MICRO_BATCH, weight)
+        if not is_weighed:
+            self._check_weights("micro_batch()", weights)
+
+    def take(self, weight: float, loss_scale: float | None) -> tuple[float, float | None]:
+        weights = self._meet(Call.ACCUMULATE, weight, {"the scale of the gradients": loss_scale})
+        self._check_weights("accumulate()", weights)
+        return weight, loss_scale
+
+    def _check_weights(self, call: str, weights: Sequence[float]) -> None:
+        if not self._sums and any(weight != 1 for weight in weights):
+            raise ValueError(
+                f"the ranks gave the weights {listed(weights)} to {call}, but the gradients are those of losses that "
+                "nobody has multiplied by them: opt.backward(loss, weight=...) does that, or the program does it and "
+                "says so by Config(gradient_kind=GradientKind.SUM)"
+            )
+
+    # ---- Meetings
+
+    def agree(self, call: Call, values: Values | None = None) -> None:
+        alike = {} if values is None else dict(values())
+        alike.pop("params", None)  # whose parts the library compares
+        self._meet(call, None, alike)
+
+    def meet(self, call: Call) -> None:
+        self._meet(call, None)
+
+    def vote(self, work: Callable[[], Result]) -> Result:
+        failure: Exception | None = None
+        try:
+            result = work()
+        except Exception as error:
+            failure = error
+        text = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        texts = self._exchange.gather(Kind.VOTE, text.encode())
+        if failure is not None:
+            raise failure
+        for rank, other in enumerate(texts):
+            if other:
+                raise RuntimeError(f"rank {rank} has failed, so that no rank goes on: {other.decode()}")
+        return result
+
+    def state(self) -> State:
+        return StateOfParts()
+
+    def mark(self) -> dict[str, Any]:
+        return {"rank": self._exchange.rank, "ranks": self._exchange.ranks}
+
+    def _gather(self, own: list[float]) -> list[list[float]]:
+        return [list(array("d", other)) for other in self._exchange.gather(Kind.MEETING, array("d", own).tobytes())]
+
+    def _gather_values(self, own: dict[str, str]) -> list[dict[str, str]]:
+        return [json.loads(other) for other in self._exchange.gather(Kind.VALUES, json.dumps(own).encode())]
+
+
+def _check(tensors: Sequence[Tensor], distributed: bool) -> None:
+    """Raises if the parameters of an optimizer are not parts, or not on the CPU."""
+    if not any(map(is_part, tensors)):
+        raise ValueError("data_mesh was given, but no parameter is a DTensor, as those of fully_shard() are")
+    if not distributed:
+        raise ValueError("distributed was False, but with data_mesh= the ranks train one model together")
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            raise ValueError(
+                f"a parameter was on {tensor.device}, but with data_mesh= the optimizer works on the CPU: "
+                "fully_shard(..., offload_policy=CPUOffloadPolicy()) keeps parameters and gradients there"
+            )
+
+
+def _places(mesh: Any) -> tuple[set[int], int, int]:
+    """The ranks of a data mesh, how many there are, and the place of this rank among them."""
+    if not all(hasattr(mesh, name) for name in ("get_coordinate", "mesh", "shape")):
+        raise TypeError(f"data_mesh was a {type(mesh).__name__}, expected a DeviceMesh, or () for no data parallelism")
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"data_mesh was {mesh}, which does not have this rank")
+    place = 0
+    for index, size in zip(coordinate, mesh.shape, strict=True):
+        place = place * size + index
+    return set(mesh.mesh.flatten().tolist()), mesh.size(), place
+
+
+def _box(slot: Slot) -> list[list[int]]:
+    """Where the part of a parameter begins on each axis, and how many elements it has there."""
+    first, shape = slot.part.box(slot.tensor)
+    return [first, shape]
