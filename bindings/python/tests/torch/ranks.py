@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes over gloo, each of which runs a function as a rank."""
 
+import datetime
 import importlib
 import pathlib
 import sys
@@ -14,7 +15,10 @@ def _rank(rank: int, ranks: int, folder: str, module: str, name: str, arguments:
     sys.path.insert(0, str(pathlib.Path(__file__).parent))
     torch.set_num_threads(1)
     distributed: Any = torch.distributed
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
+    timeout = datetime.timedelta(seconds=120)  # of a rank that waits for one that does not come
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks, timeout=timeout
+    )
     found = getattr(importlib.import_module(module), name)(rank, *arguments)
     torch.save(found, f"{folder}/{rank}.pt")
     distributed.barrier()  # a rank that ends must not be what another one sees
