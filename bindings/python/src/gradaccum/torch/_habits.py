@@ -46,6 +46,7 @@ class Habits:
         self._gathered = 0  # micro-batches in a row of as many backwards as accum_steps
         self._counts = False  # whether a hook counts backwards
         self._divisors: set[float | None] = set()  # of the losses of this window
+        self._waits = 0.0  # the weight of the last micro-batch, if it gave no gradient
 
     def _say(self, habit: str, text: str) -> None:
         if habit not in self._said:
@@ -149,6 +150,7 @@ class Habits:
 
     def applies(self, micro_batches: int) -> None:
         """A step ends a window: sees whether all its losses were divided by the number of its micro-batches."""
+        self._say_waits()
         if self._at_once or self._after_zero_grad:
             self._zeroes = self._at_once == 0
         if micro_batches > 1 and self._divisors == {float(micro_batches)}:
@@ -161,8 +163,14 @@ class Habits:
             f"already ({what}): give the loss as it is, unless the division belongs to it",
         )
 
-    def reaches_nothing(self, weight: float) -> None:
-        """A micro-batch ends in which no parameter had a gradient."""
+    def reaches(self, weight: float, any_gradient: bool, *, may_wait: bool) -> None:
+        """A micro-batch ends. may_wait: gradients of one that has none may come with a later one of its window."""
+        self._waits = 0.0 if any_gradient else weight
+        if not may_wait:
+            self._say_waits()
+
+    def _say_waits(self) -> None:
+        weight, self._waits = self._waits, 0.0
         if weight > 0:
             self._say(
                 "reaches nothing",

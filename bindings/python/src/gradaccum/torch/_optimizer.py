@@ -322,9 +322,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def _took(self, weight: float, any_gradient: bool, is_scaled: bool = False) -> None:
         """At the end of a micro-batch: says what its gradients show of the loop."""
-        if not any_gradient:
-            self._habits.reaches_nothing(weight)
-        elif self._scales and not (self._is_scaled or is_scaled):
+        self._habits.reaches(weight, any_gradient, may_wait=self._ranks.may_wait)
+        if any_gradient and self._scales and not (self._is_scaled or is_scaled):
             self._habits.scales_nothing()
         self._is_scaled = False
 

@@ -40,6 +40,8 @@ class Alone:
     """Whether gradients are reduced over several processes."""
     count = 1
     """Of the ranks whose weights a micro-batch has."""
+    may_wait = False
+    """Whether a framework may keep the gradients of a micro-batch for a later one of its window."""
     against_eager = ""
     """Why parameters cannot be updated while backward runs."""
 

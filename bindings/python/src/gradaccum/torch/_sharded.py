@@ -27,6 +27,7 @@ from ._state import State, StateOfParts
 class Sharded(Meeting):
     """The processes of the world, each with its parts of the parameters."""
 
+    may_wait = True  # by set_requires_gradient_sync(False)
     against_eager = (
         "with data_mesh= a step waits for what the other ranks say of their gradients: nothing is left to overlap"
     )
