@@ -9,7 +9,7 @@ import gradaccum as ga
 import pytest
 import ranks
 import torch
-from fsdp import BATCH, CLIP, EVEN, STEPS, Cut, ended, mean, reference, train, window
+from fsdp import BATCH, CLIP, EVEN, STEPS, Cut, by_backward, ended, mean, reference, train, window
 from torch import Tensor
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -264,12 +264,47 @@ def to_other_ranks(rank: int, count: int, folder: str) -> Any:
     return train(cut, optimizer, first=2)
 
 
+# ---- Other optimizers
+
+
+def taken_over(rank: int, count: int, _: str) -> Any:
+    """wrap() of an optimizer of torch that has made two steps."""
+    cut = Cut("fsdp", rank, count)
+    optimizer = cut.optimizer()
+    for step in range(2):
+        window(cut, optimizer, step)
+    torchs = torch.optim.AdamW(cut.net.named_parameters(), **fsdp.ADAMW)
+    state = optimizer.state_dict()
+    torchs.load_state_dict({key: state[key] for key in ("state", "param_groups")})
+    return train(cut, fsdp.gt.wrap(torchs, data_mesh=cut.data, clip=CLIP), first=2)
+
+
+def schedule_free(rank: int, count: int, _: str) -> Any:
+    """By the average, which one process reaches with whole batches."""
+    cut = Cut("fsdp", rank, count)
+    nets = []
+    for net, options in ((cut.net, {"data_mesh": cut.data}), (fsdp.Net(), {"distributed": False})):
+        optimizer = fsdp.gt.AdamWScheduleFree(net.named_parameters(), lr=0.1, **options)
+        for step in range(STEPS):
+            rows, y = (of[step] for of in fsdp.batches())
+            for part in cut.micro_batches(step) if net is cut.net else [(rows, y, BATCH)]:
+                by_backward(optimizer, net, *part)
+            optimizer.step()
+        optimizer.eval()
+        nets.append({name: fsdp.whole(value) for name, value in net.state_dict().items()})
+    return nets
+
+
 # ---- Bits
 
 
 def reduced_gradients(rank: int, count: int, _: str) -> Any:
-    """In f32, with what the framework has reduced."""
-    cut = Cut("fsdp" if count == 2 else "hsdp", rank, count, torch.float32)
+    """With what the framework has reduced."""
+    return {dtype: reduced_in(rank, count, dtype) for dtype in (torch.float32, torch.bfloat16)}
+
+
+def reduced_in(rank: int, count: int, dtype: torch.dtype) -> Any:
+    cut = Cut("fsdp" if count == 2 else "hsdp", rank, count, dtype)
     optimizer = cut.optimizer(config=SUM)
     kept = []
 
@@ -281,13 +316,15 @@ def reduced_gradients(rank: int, count: int, _: str) -> Any:
     return {**train(cut, optimizer, take), "gradients": kept}
 
 
-def in_one_process(gradients: list[dict[str, Tensor]], count: int) -> tuple[dict[str, Tensor], float]:
+def in_one_process(
+    gradients: list[dict[str, Tensor]], count: int, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], float]:
     """What one process reaches in the mode of ranks with parts, given their reduced gradients."""
-    found = {name: value.detach().clone() for name, value in fsdp.Net(torch.float32).named_parameters()}
+    found = {name: value.detach().clone() for name, value in fsdp.Net(dtype).named_parameters()}
     with ga.Context(SUM) as context:
         group = context.add_group(ga.Optimizer(ga.OptimizerKind.ADAMW, ga.Flavor.TORCH, **fsdp.ADAMW))
         for name, value in found.items():
-            context.add_param(group, name, value)
+            context.add_param(group, name, value, options=ga.ParamOptions(follow_data=True))
         context.set_clip(CLIP)
         alone = ga.Communicator.from_all_gather(0, 1, bytes)
         context.set_communicator(alone, ga.CommunicatorOptions(shard=ga.CommShard.PARAMETERS))
@@ -328,9 +365,10 @@ def partial_gradients(rank: int, count: int, _: str) -> Any:
 TWO: list[Case] = [
     sharded, offloaded, added_by_the_framework, from_grad, by_micro_batch, sum_by_backward, as_it_is, kept_back, scaled,
     skipped, discarded, averaged, in_groups, state_of, through_a_dictionary, through_files, to_other_ranks,
+    taken_over,
 ]  # fmt: skip
 FOUR: list[Case] = [sharded, hybrid, tensor_parallel, both, from_grad, as_it_is, skipped, state_of, through_files, to_other_ranks]
-OTHERS: list[Case] = [reduced_gradients, partial_gradients]
+OTHERS: list[Case] = [reduced_gradients, partial_gradients, schedule_free]
 
 
 def all_cases(rank: int, count: int, folder: str) -> dict[str, Any]:
@@ -371,13 +409,17 @@ def test_the_state_is_that_of_torch(count: int, found: dict[int, list[dict[str, 
                 assert off <= 1e-12, f"{name}: {key}: {off}"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("count", [2, 4])
-def test_the_bits_are_those_of_one_process(count: int, found: dict[int, list[dict[str, Any]]]) -> None:
+def test_the_bits_are_those_of_one_process(
+    count: int, dtype: torch.dtype, found: dict[int, list[dict[str, Any]]]
+) -> None:
     for rank in found[count]:
-        want, norm = in_one_process(rank["reduced_gradients"]["gradients"], count)
-        assert rank["reduced_gradients"]["norm"] == norm
-        for name, value in rank["reduced_gradients"]["net"].items():
-            assert torch.equal(value, want[name]), name
+        case = rank["reduced_gradients"][dtype]
+        want, norm = in_one_process(case["gradients"], count, dtype)
+        assert case["norm"] == norm
+        for name, value in case["net"].items():
+            assert value.dtype is dtype and torch.equal(value, want[name]), name
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -386,3 +428,11 @@ def test_partial_gradients_are_added(count: int, found: dict[int, list[dict[str,
         case = rank["partial_gradients"]
         for key in ("first", "second"):
             torch.testing.assert_close(case[key], case["want"], rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_schedule_free_is_that_of_one_process(count: int, found: dict[int, list[dict[str, Any]]]) -> None:
+    for rank in found[count]:
+        got, want = rank["schedule_free"]
+        for name, value in got.items():
+            torch.testing.assert_close(value, want[name], rtol=1e-12, atol=1e-14)

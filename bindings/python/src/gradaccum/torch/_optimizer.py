@@ -217,8 +217,7 @@ class Optimizer(torch.optim.Optimizer):
 
     # ---- Micro-batches
 
-    @contextlib.contextmanager
-    def micro_batch(self, weight: float = 1.0, *, last: bool = False) -> Iterator[None]:
+    def micro_batch(self, weight: float = 1.0, *, last: bool = False) -> contextlib.AbstractContextManager[None]:
         """A micro-batch whose gradients go to the window as backward makes them, and are freed at once.
 
         last: it ends the window, also one that is not full.
@@ -226,9 +225,14 @@ class Optimizer(torch.optim.Optimizer):
         An exception drops the micro-batch; if some of it is in the window already, it drops the window and
         says so in a note. If eager has updated parameters in place by then, the window cannot be dropped: a note
         says so, and ``step`` ends it with the gradients that it has. Under ddp=, gradients are taken at the end,
-        after the reduction, and each backward follows a forward of its own.
+        after the reduction, and each backward follows a forward of its own. With data_mesh=, a weight other than 1
+        needs ``Config(gradient_kind=GradientKind.SUM)``, and losses that the program has multiplied by it.
         """
-        weight = float(weight)  # which a program may have as a tensor
+        return self._micro_batch(float(weight), last)  # which a program may have as a tensor
+
+    @contextlib.contextmanager
+    def _micro_batch(self, weight: float, last: bool, *, is_weighed: bool = False) -> Iterator[None]:
+        """is_weighed: its losses are those of weigh()."""
         if self._open is not None:
             raise RuntimeError("a micro-batch is open already")
         if any(tensor.grad is not None for tensor in self._parameters.tensors):
@@ -252,7 +256,7 @@ class Optimizer(torch.optim.Optimizer):
                 "accumulate() instead"
             )
         self._begin()
-        self._ranks.open(weight)
+        self._ranks.open(weight, is_weighed)
         self._tells_ready = self._eager and (last or self._is_last())
         if self._tells_ready:
             self._push()  # updates begin before step()
@@ -334,8 +338,9 @@ class Optimizer(torch.optim.Optimizer):
         before. last: it ends the window, also one that is not full.
         """
         self._habits.sees_loss(loss, weight)
-        loss = self._ranks.weigh(self.scale_loss(loss), float(weight))
-        with self.micro_batch(weight, last=last):
+        weight = float(weight)
+        loss = self._ranks.weigh(self.scale_loss(loss), weight)
+        with self._micro_batch(weight, last, is_weighed=True):
             loss.backward(**options)  # type: ignore[no-untyped-call]
 
     def accumulate(self, weight: float = 1.0) -> None:

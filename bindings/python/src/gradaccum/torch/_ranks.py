@@ -67,8 +67,8 @@ class Alone:
     def begin(self) -> None:
         """A micro-batch is about to be taken."""
 
-    def open(self, weight: float) -> None:
-        """A micro-batch is about to be opened, whose gradients go to the library as backward makes them."""
+    def open(self, weight: float, is_weighed: bool) -> None:
+        """A micro-batch is about to be opened, of the losses of weigh() or others, which give the library gradients."""
 
     def weigh(self, loss: Tensor, weight: float) -> Tensor:
         """The loss of a micro-batch of that weight, as it is to go backward."""

@@ -42,7 +42,6 @@ class Sharded(Meeting):
             self._data, self._data_ranks, self._data_rank = _places(data_mesh)
         self._reduced = reduced
         self._sums = config.gradient_kind == GradientKind.SUM
-        self._is_weighed = False  # whether the loss of the next micro-batch comes from backward()
         self._exchange = Exchange()
 
     def config(self) -> dict[str, Any]:
@@ -100,11 +99,9 @@ class Sharded(Meeting):
     # ---- Micro-batches
 
     def weigh(self, loss: Tensor, weight: float) -> Tensor:
-        self._is_weighed = True
         return loss if self._sums or weight == 1 else loss * weight
 
-    def open(self, weight: float) -> None:
-        is_weighed, self._is_weighed = self._is_weighed, False
+    def open(self, weight: float, is_weighed: bool) -> None:
         weights = self._meet(Call.BACKWARD if is_weighed else Call.MICRO_BATCH, weight)
         if not is_weighed:
             self._check_weights("micro_batch()", weights)
