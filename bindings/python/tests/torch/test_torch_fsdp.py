@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that have a network in parts, with shares of each micro-batch that differ, against whole batches in f64."""
 
+import os
+import pathlib
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +14,7 @@ import gradaccum as ga
 import pytest
 import ranks
 import torch
+from conftest import Task
 from fsdp import BATCH, CLIP, EVEN, STEPS, Cut, by_backward, ended, mean, reference, train, window
 from torch import Tensor
 from torch.distributed import checkpoint
@@ -360,6 +366,43 @@ def partial_gradients(rank: int, count: int, _: str) -> Any:
     return {"first": found[0], "second": found[1], "want": 1 - 2 * x.square().sum(0)}
 
 
+# ---- The guide
+
+
+def batches_of(task: Task, rank: int, count: int) -> list[list[tuple[Tensor, Tensor]]]:
+    """Two micro-batches of each batch, of which the ranks have unequal shares."""
+    sizes = {2: ((1, 4), (2, 1)), 4: ((1, 1, 1, 2), (1, 0, 1, 1))}[count]
+    found = []
+    for x, y in zip(task.x[:3], task.y[:3], strict=True):
+        parts, at = [], 0
+        for counts in sizes:
+            share = ranks.mine(rank, counts)
+            parts.append((x[at + share.start : at + share.stop], y[at + share.start : at + share.stop]))
+            at += sum(counts)
+        found.append(parts)
+    return found
+
+
+def documented(rank: int, count: int, _: str) -> Any:
+    """The block of docs/moving.md, and the same batches as a whole in torch."""
+    page = pathlib.Path(os.environ["GA_HEADER"]).parents[2] / "docs" / "moving.md"
+    (block,) = re.findall(r"<!-- test: fsdp -->\n```python\n(.*?)```", page.read_text(), re.S)
+    task = Task()
+    names: dict[str, Any] = {
+        "torch": torch, "net": task.net(), "batches": batches_of(task, rank, count),
+        "loss_of": lambda net, x, y: task.loss(net, x, y) if len(x) else net(torch.ones(1, 5).double()).sum(),
+    }  # fmt: skip
+    exec(compile(block, str(page), "exec"), names)
+    net = task.net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    for step in range(3):
+        optimizer.zero_grad()
+        task.whole(net, step).backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+    return {name: fsdp.whole(value) for name, value in names["net"].state_dict().items()}, net.state_dict()
+
+
 # ---- The tests
 
 TWO: list[Case] = [
@@ -368,7 +411,7 @@ TWO: list[Case] = [
     taken_over,
 ]  # fmt: skip
 FOUR: list[Case] = [sharded, hybrid, tensor_parallel, both, from_grad, as_it_is, skipped, state_of, through_files, to_other_ranks]
-OTHERS: list[Case] = [reduced_gradients, partial_gradients, schedule_free]
+OTHERS: list[Case] = [reduced_gradients, partial_gradients, schedule_free, documented]
 
 
 def all_cases(rank: int, count: int, folder: str) -> dict[str, Any]:
@@ -430,9 +473,24 @@ def test_partial_gradients_are_added(count: int, found: dict[int, list[dict[str,
             torch.testing.assert_close(case[key], case["want"], rtol=1e-14, atol=0)
 
 
+@pytest.mark.parametrize("case", [schedule_free, documented])
 @pytest.mark.parametrize("count", [2, 4])
-def test_schedule_free_is_that_of_one_process(count: int, found: dict[int, list[dict[str, Any]]]) -> None:
+def test_it_is_what_one_process_reaches(count: int, case: Case, found: dict[int, list[dict[str, Any]]]) -> None:
     for rank in found[count]:
-        got, want = rank["schedule_free"]
+        got, want = rank[case.__name__]
         for name, value in got.items():
             torch.testing.assert_close(value, want[name], rtol=1e-12, atol=1e-14)
+
+
+def test_the_example() -> None:
+    """The losses of one process are those of two."""
+    script = pathlib.Path(os.environ["GA_HEADER"]).parents[2] / "examples" / "python" / "fsdp.py"
+    one, two = (
+        subprocess.run(
+            [sys.executable, str(script), "--steps", "11", "--ranks", count], capture_output=True, text=True, check=True
+        ).stdout
+        for count in ("1", "2")
+    )
+    assert len(one.splitlines()) == 2 and "clipped by 0." in one
+    for left, right in zip(re.findall(r"[\d.]+", one), re.findall(r"[\d.]+", two), strict=True):
+        assert float(left.rstrip(".")) == pytest.approx(float(right.rstrip(".")), rel=1e-4)
