@@ -23,6 +23,14 @@ class Whole:
     has_state = False
     """Whether a state dictionary has the state of a parameter before its first gradient, as resharding needs it."""
 
+    def where(self) -> str:
+        """In messages: on which ranks it is."""
+        return "is no DTensor"
+
+    def members(self) -> set[int]:
+        """The ranks of the world that are known to have it."""
+        return {torch.distributed.get_rank()}
+
     def memory(self, tensor: Tensor) -> Tensor:
         """The tensor whose memory the library has."""
         return tensor
@@ -67,27 +75,29 @@ class Part(Whole):
         source: Any = tensor
         self._name = name
         self._whole = tuple(tensor.shape)
-        self.mesh = source.device_mesh
+        self._mesh = source.device_mesh
         self._placements = tuple(source.placements)
         self._shards = shards_of(self._placements, name)
-        sizes = zip(self._shards, self.mesh.shape, strict=True)
+        sizes = zip(self._shards, self._mesh.shape, strict=True)
         self.is_cut = any(shard is not None and size > 1 for shard, size in sizes)
 
+    def where(self) -> str:
+        return f"is on {self._mesh}"
+
     def members(self) -> set[int]:
-        """The ranks of the world that have parts of it."""
-        return set(self.mesh.mesh.flatten().tolist())
+        return set(self._mesh.mesh.flatten().tolist())
 
     def box(self, tensor: Tensor) -> tuple[list[int], list[int]]:
-        coordinate = self.mesh.get_coordinate()
+        coordinate = self._mesh.get_coordinate()
         if coordinate is None:
-            raise ValueError(f'parameter "{self._name}" is on {self.mesh}, which does not have this rank')
-        mesh, whole = tuple(self.mesh.shape), self._whole
+            raise ValueError(f'parameter "{self._name}" is on {self._mesh}, which does not have this rank')
+        mesh, whole = tuple(self._mesh.shape), self._whole
         for other in itertools.product(*map(range, mesh)):  # so that all ranks raise, or none does
             for axis, runs in enumerate(box_of(whole, mesh, self._shards, other)):
                 if len(runs) > 1:
                     raise ValueError(
                         f'parameter "{self._name}" of shape {list(whole)} is cut by {list(self._placements)} over '
-                        f"{self.mesh} into parts that are not adjacent: of axis {axis}, one rank has "
+                        f"{self._mesh} into parts that are not adjacent: of axis {axis}, one rank has "
                         f"{', '.join(f'[{begin}, {end})' for begin, end in runs)}"
                     )
         runs_of = box_of(whole, mesh, self._shards, tuple(coordinate))
@@ -96,7 +106,7 @@ class Part(Whole):
         found = list(local_of(tensor).shape)
         if found != shape:
             raise ValueError(
-                f'parameter "{self._name}" of shape {list(whole)} is cut by {list(self._placements)} over {self.mesh}, '
+                f'parameter "{self._name}" of shape {list(whole)} is cut by {list(self._placements)} over {self._mesh}, '
                 f"which gives rank {torch.distributed.get_rank()} the shape {shape}, but its part has {found}"
             )
         return first, shape
@@ -106,8 +116,8 @@ class Part(Whole):
 
     def gradient(self, gradient: Tensor) -> Tensor:
         given: Any = gradient
-        if is_part(gradient) and (given.placements != self._placements or given.device_mesh != self.mesh):
-            given = given.redistribute(self.mesh, self._placements)
+        if is_part(gradient) and (given.placements != self._placements or given.device_mesh != self._mesh):
+            given = given.redistribute(self._mesh, self._placements)
         return local_of(given)
 
     def state(self, tensor: Tensor, array: Tensor) -> Tensor:
@@ -117,10 +127,10 @@ class Part(Whole):
 
     def array(self, state: Tensor) -> Tensor:
         given: Any = state
-        if is_part(state) and (given.placements != self._placements or given.device_mesh != self.mesh):
+        if is_part(state) and (given.placements != self._placements or given.device_mesh != self._mesh):
             raise ValueError(
                 f'the state of parameter "{self._name}" is a DTensor of {list(given.placements)} on {given.device_mesh}, '
-                f"expected {list(self._placements)} on {self.mesh}: torch.distributed.checkpoint reshards it"
+                f"expected {list(self._placements)} on {self._mesh}: torch.distributed.checkpoint reshards it"
             )
         return local_of(state)
 

@@ -50,35 +50,21 @@ class Sharded(Meeting):
     # ---- Parameters
 
     def part_of(self, tensor: Tensor, name: str, is_named: bool) -> Whole:
-        if not is_part(tensor):
-            if self._data_ranks > 1:
-                raise ValueError(
-                    f'parameter "{name}" is no DTensor, so that its gradient is not reduced over data_mesh: let '
-                    "fully_shard() have its module, or give it an optimizer of its own"
-                )
-            self._check_name(name, is_named, "is no DTensor")
-            return WHOLE
-        part = Part(tensor, name)
+        part = Part(tensor, name) if is_part(tensor) else WHOLE
         members = part.members()
         if not self._data <= members:
             raise ValueError(
-                f'parameter "{name}" is on {part.mesh}, which does not have all ranks of data_mesh, '
-                f"{sorted(self._data)}: its gradient is not reduced over them"
+                f'parameter "{name}" {part.where()}, but data_mesh has the ranks {sorted(self._data)}, over which its '
+                "gradient is not reduced: let fully_shard() have its module, or give it an optimizer of its own"
             )
-        if len(members) < self._exchange.ranks:
-            self._check_name(name, is_named, f"is on {part.mesh}, which does not have all ranks")
+        if len(members) < self._exchange.ranks and not is_named:
+            raise ValueError(
+                f'parameter "{name}" {part.where()}, which does not say what other ranks have: give the optimizer '
+                "model.named_parameters(), so that one parameter has one name on all of them"
+            )
         if not part.memory(tensor).is_contiguous():
-            raise ValueError(
-                f'the part of parameter "{name}" had strides {part.memory(tensor).stride()}, expected a contiguous one'
-            )
+            raise ValueError(f'parameter "{name}" had strides {part.memory(tensor).stride()}, expected a contiguous part')
         return part
-
-    def _check_name(self, name: str, is_named: bool, why: str) -> None:
-        if not is_named and self._exchange.ranks > 1:
-            raise ValueError(
-                f'parameter "{name}" {why}: give the optimizer model.named_parameters(), whose names say which '
-                "parameters of other ranks are the same one"
-            )
 
     def track(self, slots: Sequence[Slot]) -> None:
         boxes = self.vote(lambda: {slot.own.name: _box(slot) for slot in slots})
