@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that have a network in parts, with shares of each micro-batch that differ, against whole batches in f64."""
 
+import copy
 import os
 import pathlib
 import re
@@ -11,6 +12,7 @@ from typing import Any
 
 import fsdp
 import gradaccum as ga
+import gradaccum.torch as gt
 import pytest
 import ranks
 import torch
@@ -19,7 +21,7 @@ from fsdp import BATCH, CLIP, EVEN, STEPS, Cut, by_backward, ended, mean, refere
 from torch import Tensor
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 Case = Callable[[int, int, str], Any]
@@ -212,9 +214,17 @@ def state_of(rank: int, count: int, _: str) -> Any:
     return found
 
 
+def state_dict_of(old: Any) -> Any:
+    return old.state_dict()
+
+
+def load_state(new: Any, state: Any) -> None:
+    new.load_state_dict(state)
+
+
 def through_a_dictionary(rank: int, count: int, _: str) -> Any:
     """In the middle of a window."""
-    return resumed(rank, count, lambda old: old.state_dict(), lambda new, state: new.load_state_dict(state), copies=True)
+    return resumed(rank, count, state_dict_of, load_state, copies=True)
 
 
 def through_files(rank: int, count: int, folder: str) -> Any:
@@ -222,11 +232,17 @@ def through_files(rank: int, count: int, folder: str) -> Any:
     return resumed(rank, count, lambda old: old.save(path), lambda new, _: new.load(path), copies=False)
 
 
+def in_16_bits(rank: int, count: int, _: str) -> None:
+    """With master weights."""
+    resumed(rank, count, state_dict_of, load_state, copies=True, dtype=torch.bfloat16)
+
+
 def resumed(
-    rank: int, count: int, save: Callable[[Any], Any], load: Callable[[Any, Any], None], *, copies: bool
-) -> Any:
-    """Another process of this rank goes on after two micro-batches of the third window."""
-    cut = Cut("fsdp", rank, count)
+    rank: int, count: int, save: Callable[[Any], Any], load: Callable[[Any, Any], None], *, copies: bool,
+    dtype: torch.dtype = torch.float64,
+) -> Any:  # fmt: skip
+    """Another process of this rank goes on after two micro-batches of the third window, with the same bits."""
+    cut = Cut("fsdp", rank, count, dtype)
     optimizer = cut.optimizer()
     for step in range(2):
         window(cut, optimizer, step)
@@ -234,7 +250,7 @@ def resumed(
     for rows, y, n in micros[:2]:
         optimizer.backward(mean(cut.net, rows, y), weight=n)
     saved = save(optimizer)
-    other = Cut("fsdp", rank, count)
+    other = Cut("fsdp", rank, count, dtype)
     if copies:
         other.net.load_state_dict(cut.net.state_dict())
     new = other.optimizer()
@@ -282,7 +298,7 @@ def taken_over(rank: int, count: int, _: str) -> Any:
     torchs = torch.optim.AdamW(cut.net.named_parameters(), **fsdp.ADAMW)
     state = optimizer.state_dict()
     torchs.load_state_dict({key: state[key] for key in ("state", "param_groups")})
-    return train(cut, fsdp.gt.wrap(torchs, data_mesh=cut.data, clip=CLIP), first=2)
+    return train(cut, gt.wrap(torchs, data_mesh=cut.data, clip=CLIP), first=2)
 
 
 def schedule_free(rank: int, count: int, _: str) -> Any:
@@ -290,7 +306,7 @@ def schedule_free(rank: int, count: int, _: str) -> Any:
     cut = Cut("fsdp", rank, count)
     nets = []
     for net, options in ((cut.net, {"data_mesh": cut.data}), (fsdp.Net(), {"distributed": False})):
-        optimizer = fsdp.gt.AdamWScheduleFree(net.named_parameters(), lr=0.1, **options)
+        optimizer = gt.AdamWScheduleFree(net.named_parameters(), lr=0.1, **options)
         for step in range(STEPS):
             rows, y = (of[step] for of in fsdp.batches())
             for part in cut.micro_batches(step) if net is cut.net else [(rows, y, BATCH)]:
@@ -353,7 +369,7 @@ def partial_gradients(rank: int, count: int, _: str) -> Any:
     found = []
     for way in ("backward", "accumulate"):
         w = torch.nn.Parameter(distribute_tensor(torch.ones(3, dtype=torch.float64), mesh, [Replicate()]))
-        optimizer = fsdp.gt.SGD([w], lr=1.0, data_mesh=())
+        optimizer = gt.SGD([w], lr=1.0, data_mesh=())
         loss = (distribute_tensor(x, mesh, [Shard(0)]) * w).square().sum().full_tensor()
         if way == "backward":
             optimizer.backward(loss, weight=4)
@@ -364,6 +380,33 @@ def partial_gradients(rank: int, count: int, _: str) -> Any:
         optimizer.step()
         found.append(fsdp.whole(w))
     return {"first": found[0], "second": found[1], "want": 1 - 2 * x.square().sum(0)}
+
+
+# ---- Stages of a pipeline
+
+
+def stages(rank: int, count: int, _: str) -> Any:
+    """Two pairs of ranks have different parameters, and each window is clipped by the norm of all."""
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "data"))
+    nets = [Task().net() for _ in range(2)]
+    with torch.no_grad():
+        nets[1][0].weight.neg_()
+    whole, stage = copy.deepcopy(nets), rank // 2
+    fully_shard(nets[stage], mesh=mesh["data"])
+    named = [(f"{stage}.{name}", parameter) for name, parameter in nets[stage].named_parameters()]
+    optimizer = gt.AdamW(named, **fsdp.ADAMW, data_mesh=mesh["data"], clip=CLIP)
+    torchs = torch.optim.AdamW([parameter for net in whole for parameter in net.parameters()], **fsdp.ADAMW)
+    task = Task()
+    for step, batch in enumerate(batches_of(task, rank % 2, 2)):
+        for x, y in batch:
+            optimizer.backward(task.loss(nets[stage], x, y), weight=len(x))
+        optimizer.step()
+        torchs.zero_grad()
+        sum(task.whole(net, step) for net in whole).backward()  # type: ignore[union-attr]
+        norm = torch.nn.utils.clip_grad_norm_(torchs.param_groups[0]["params"], fsdp.MAX_NORM)
+        torchs.step()
+        assert optimizer.result.norm == pytest.approx(float(norm), rel=1e-12)
+    return {name: fsdp.whole(value) for name, value in nets[stage].state_dict().items()}, whole[stage].state_dict()
 
 
 # ---- The guide
@@ -410,12 +453,17 @@ TWO: list[Case] = [
     skipped, discarded, averaged, in_groups, state_of, through_a_dictionary, through_files, to_other_ranks,
     taken_over,
 ]  # fmt: skip
-FOUR: list[Case] = [sharded, hybrid, tensor_parallel, both, from_grad, as_it_is, skipped, state_of, through_files, to_other_ranks]
-OTHERS: list[Case] = [reduced_gradients, partial_gradients, schedule_free, documented]
+FOUR: list[Case] = [
+    sharded, hybrid, tensor_parallel, both, from_grad, as_it_is, skipped, state_of, through_files, to_other_ranks,
+]  # fmt: skip
+OTHERS: dict[int, list[Case]] = {
+    2: [reduced_gradients, partial_gradients, schedule_free, documented, in_16_bits],
+    4: [reduced_gradients, partial_gradients, schedule_free, documented, stages],
+}
 
 
 def all_cases(rank: int, count: int, folder: str) -> dict[str, Any]:
-    return {case.__name__: case(rank, count, folder) for case in [*{2: TWO, 4: FOUR}[count], *OTHERS]}
+    return {case.__name__: case(rank, count, folder) for case in [*{2: TWO, 4: FOUR}[count], *OTHERS[count]]}
 
 
 @pytest.fixture(scope="module")
@@ -423,7 +471,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, 
     """What four ranks reach, and then two, which go on from a state that the four have saved."""
     state = tmp_path_factory.mktemp("state")
     return {
-        count: ranks.run(tmp_path_factory.mktemp(f"ranks{count}"), count, all_cases, count, str(state)) for count in (4, 2)
+        count: ranks.run(tmp_path_factory.mktemp(f"ranks{count}"), count, all_cases, count, str(state))
+        for count in (4, 2)
     }
 
 
@@ -473,8 +522,9 @@ def test_partial_gradients_are_added(count: int, found: dict[int, list[dict[str,
             torch.testing.assert_close(case[key], case["want"], rtol=1e-14, atol=0)
 
 
-@pytest.mark.parametrize("case", [schedule_free, documented])
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize(
+    ("count", "case"), [(2, schedule_free), (4, schedule_free), (2, documented), (4, documented), (4, stages)]
+)
 def test_it_is_what_one_process_reaches(count: int, case: Case, found: dict[int, list[dict[str, Any]]]) -> None:
     for rank in found[count]:
         got, want = rank[case.__name__]

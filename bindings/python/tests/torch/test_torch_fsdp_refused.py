@@ -356,7 +356,7 @@ def state_of_the_whole(rank: int) -> None:
 
 
 APART = "the ranks went apart: rank 0 "
-REFUSED: dict[Case, tuple[type[Exception], str]] = {
+REFUSED: dict[Case, tuple[type[Exception] | tuple[type[Exception], ...], str]] = {
     no_mesh: (ValueError, r"a parameter was a DTensor, which needs data_mesh=: .* or \(\), if all ranks have the same"),
     no_mesh_alone: (ValueError, "a parameter was a DTensor, which needs data_mesh="),
     no_mesh_later: (ValueError, "a parameter was a DTensor, which needs data_mesh="),
@@ -382,7 +382,7 @@ REFUSED: dict[Case, tuple[type[Exception], str]] = {
     drop_micro: (ga.Error, "DROP_MICRO does not go together with"),
     clip_by_value: (ga.Error, "max_value does not go together with"),
     batch_norm: (ga.Error, "a layer with batch normalisation does not go together with"),
-    bad_in_one: ((ValueError, RuntimeError), r"which gives rank 1 the shape \[4, 2\], but its part has \[3, 2\]"),  # type: ignore[dict-item]
+    bad_in_one: ((ValueError, RuntimeError), r"which gives rank 1 the shape \[4, 2\], but its part has \[3, 2\]"),
     weight_of_a_micro_batch: (ValueError, r"the ranks gave the weights 2, 2 to micro_batch\(\), but the gradients are"),
     weight_of_one_rank: (ValueError, r"the weights 1, 2 to accumulate\(\), .* opt\.backward\(loss, weight=\.\.\.\) does"),
     after_one_that_was_refused: (ValueError, r"the ranks gave the weights 2, 2 to micro_batch\(\)"),
@@ -400,7 +400,7 @@ REFUSED: dict[Case, tuple[type[Exception], str]] = {
     other_steps: (RuntimeError, "accum_steps was 2 on rank 0 and 3 on rank 1"),
     other_meshes: (ga.Error, "data_ranks is 2 on rank 1, but 1 on rank 0"),
     same_path: (ga.Error, 'ranks 0 and 1 gave the same path, "both.safetensors"'),
-    state_of_another_rank: ((ValueError, RuntimeError), r"of the state dictionary is of {'rank': 0, 'ranks': 2}, expect"),  # type: ignore[dict-item]
+    state_of_another_rank: ((ValueError, RuntimeError), r"of the state dictionary is of {'rank': 0, 'ranks': 2}, expect"),
     state_of_a_process_alone: (ValueError, r'"gradaccum" of the state dictionary is of a process alone, expected {.rank'),
     state_in_other_parts: (ValueError, r'the state of parameter "table.weight" is a DTensor of \[Replicate\(\)\] on Dev'),
     state_of_the_whole: (ga.Error, r'"table.weight.exp_avg" is \[7, 6\] in the file, but \[[34], 6\] here'),
