@@ -232,6 +232,27 @@ def through_files(rank: int, count: int, folder: str) -> Any:
     return resumed(rank, count, lambda old: old.save(path), lambda new, _: new.load(path), copies=False)
 
 
+def through_one_path(rank: int, count: int, folder: str) -> Any:
+    """Four ranks save in the middle of a window; any ranks go on."""
+    cut = Cut("fsdp", rank, count)
+    optimizer = cut.optimizer()
+    path = f"{folder}/run.safetensors"
+    if count == 4:
+        for step in range(2):
+            window(cut, optimizer, step)
+        for rows, y, n in cut.micro_batches(2)[:2]:
+            optimizer.backward(mean(cut.net, rows, y), weight=n)
+        optimizer.save(path)
+        cut = Cut("fsdp+tp", rank, count)
+        optimizer = cut.optimizer()
+    optimizer.load(path)
+    assert optimizer.context.window.micro_batches == 2
+    for rows, y, n in cut.micro_batches(2)[2:]:
+        optimizer.backward(mean(cut.net, rows, y), weight=n)
+    optimizer.step()
+    return train(cut, optimizer, first=3)
+
+
 def in_16_bits(rank: int, count: int, _: str) -> None:
     """With master weights."""
     resumed(rank, count, state_dict_of, load_state, copies=True, dtype=torch.bfloat16)
@@ -359,6 +380,19 @@ def in_one_process(
     return found, norm
 
 
+def ahead(rank: int, count: int, _: str) -> Any:
+    """With updates while backward runs, and without; clipped and not."""
+    found = []
+    for clip in (CLIP, ga.Clip(scope=ga.ClipScope.GLOBAL, max_norm=1e6)):
+        for eager in (False, True):
+            cut = Cut("fsdp", rank, count, torch.float32)
+            options = {"clip": clip, "accum_steps": len(fsdp.WINDOWS[count]), "eager": eager}
+            optimizer = cut.optimizer(**options)
+            result = train(cut, optimizer)
+            found.append(result | {"eager": optimizer.result.eager, "redone": optimizer.result.eager_redone})
+    return found
+
+
 # ---- Gradients that arrive in other placements
 
 
@@ -450,15 +484,16 @@ def documented(rank: int, count: int, _: str) -> Any:
 
 TWO: list[Case] = [
     sharded, offloaded, added_by_the_framework, from_grad, by_micro_batch, sum_by_backward, as_it_is, kept_back, scaled,
-    skipped, discarded, averaged, in_groups, state_of, through_a_dictionary, through_files, to_other_ranks,
-    taken_over,
+    skipped, discarded, averaged, in_groups, state_of, through_a_dictionary, through_files, through_one_path,
+    to_other_ranks, taken_over,
 ]  # fmt: skip
 FOUR: list[Case] = [
-    sharded, hybrid, tensor_parallel, both, from_grad, as_it_is, skipped, state_of, through_files, to_other_ranks,
+    sharded, hybrid, tensor_parallel, both, from_grad, as_it_is, skipped, state_of, through_files, through_one_path,
+    to_other_ranks,
 ]  # fmt: skip
 OTHERS: dict[int, list[Case]] = {
-    2: [reduced_gradients, partial_gradients, schedule_free, documented, in_16_bits],
-    4: [reduced_gradients, partial_gradients, schedule_free, documented, stages],
+    2: [reduced_gradients, ahead, partial_gradients, schedule_free, documented, in_16_bits],
+    4: [reduced_gradients, ahead, partial_gradients, schedule_free, documented, stages],
 }
 
 
@@ -512,6 +547,20 @@ def test_the_bits_are_those_of_one_process(
         assert case["norm"] == norm
         for name, value in case["net"].items():
             assert value.dtype is dtype and torch.equal(value, want[name]), name
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_updates_while_backward_runs_leave_the_same_bits(
+    count: int, found: dict[int, list[dict[str, Any]]]
+) -> None:
+    for rank in found[count]:
+        for late, early in (rank["ahead"][:2], rank["ahead"][2:]):
+            assert late["eager"] == 0 and early["eager"] > 0
+            assert early["norm"] == late["norm"]
+            for name, value in late["net"].items():
+                assert torch.equal(value, early["net"][name]), name
+        clipped, not_clipped = rank["ahead"][1], rank["ahead"][3]
+        assert clipped["redone"] == clipped["eager"] and not_clipped["redone"] == 0
 
 
 @pytest.mark.parametrize("count", [2, 4])

@@ -74,8 +74,8 @@ def no_device_mesh(rank: int) -> None:
     sharded(rank, data_mesh=2)
 
 
-def eager(rank: int) -> None:
-    sharded(rank, eager=True)
+def eager_on_one(rank: int) -> None:
+    sharded(rank, eager=rank == 1)
 
 
 def not_distributed(rank: int) -> None:
@@ -364,7 +364,7 @@ REFUSED: dict[Case, tuple[type[Exception] | tuple[type[Exception], ...], str]] =
     no_parts: (ValueError, r"data_mesh was given, but no parameter is a DTensor, as those of fully_shard\(\) are"),
     only_reduced: (ValueError, "reduced was given without data_mesh, over which gradients are reduced"),
     no_device_mesh: (TypeError, r"data_mesh was a int, expected a DeviceMesh, or \(\) for no data parallelism"),
-    eager: (ValueError, "eager was True, but with data_mesh= a step waits for what the other ranks say"),
+    eager_on_one: (ga.Error, "eager is 1 on rank 1, but 0 on rank 0"),
     not_distributed: (ValueError, "distributed was False, but with data_mesh= the ranks train one model together"),
     elsewhere: (ValueError, r"a parameter was on meta, but .* on the CPU: fully_shard\(\.\.\., offload_policy=CPUOff"),
     plain: (ValueError, r'parameter "1.weight" is no DTensor, but data_mesh has the ranks \[0, 1\], over which its grad'),

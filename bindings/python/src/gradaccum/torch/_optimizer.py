@@ -652,7 +652,8 @@ class Optimizer(torch.optim.Optimizer):
     def save(self, target: str | os.PathLike[str] | BinaryIO, options: StateOptions | None = None) -> None:
         """Saves parameters and state to a file of the library, as Context.save() does.
 
-        With data_mesh=, each rank saves and loads its own, at a path of its own.
+        With data_mesh=, all ranks give one path, which becomes the index of a file of each rank, and load() brings it to
+        any ranks; or each gives a path of its own.
         """
         self._ranks.meet(Call.SAVE)
         self._push()

@@ -28,9 +28,6 @@ class Sharded(Meeting):
     """The processes of the world, each with its parts of the parameters."""
 
     may_wait = True  # by set_requires_gradient_sync(False)
-    against_eager = (
-        "with data_mesh= a step waits for what the other ranks say of their gradients: nothing is left to overlap"
-    )
 
     def __init__(
         self, config: Config, tensors: Sequence[Tensor], data_mesh: Any, reduced: Reduced, distributed: bool
