@@ -147,11 +147,9 @@ class Optimizer(torch.optim.Optimizer):
             )
         self._eager = eager or config.eager
         self._ranks = ranks_of(
-            config, tensors, ddp=ddp, data_mesh=data_mesh, reduced=reduced, distributed=distributed
+            config, tensors, ddp=ddp, data_mesh=data_mesh, reduced=reduced, distributed=distributed, eager=self._eager
         )
         self._no_state = self._ranks.state()
-        if self._eager and self._ranks.against_eager:
-            raise ValueError(f"eager was True, but {self._ranks.against_eager}")
         self._drops = config.nonfinite == Nonfinite.DROP_MICRO
         # Whether parameters may be written before step().
         self._writes_ahead = config.nonfinite == Nonfinite.IGNORE or self._param_options.write_early

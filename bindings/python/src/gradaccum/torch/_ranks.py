@@ -42,8 +42,6 @@ class Alone:
     """Of the ranks whose weights a micro-batch has."""
     may_wait = False
     """Whether a framework may keep the gradients of a micro-batch for a later one of its window."""
-    against_eager = ""
-    """Why parameters cannot be updated while backward runs."""
 
     def config(self) -> dict[str, Any]:
         """The fields of a Config that the ranks need."""
@@ -146,6 +144,8 @@ class Meeting(Alone):
 
     whose = ""
     """In messages: of what they are the ranks."""
+    against_eager = ""
+    """Why parameters cannot be updated while backward runs."""
     _context: Context
 
     def join(self, context: Context) -> None:
@@ -222,7 +222,7 @@ def listed(weights: Sequence[float]) -> str:
 
 def ranks_of(
     config: Config, tensors: Sequence[Tensor], *, ddp: torch.nn.Module | None, data_mesh: Any, reduced: Reduced | None,
-    distributed: bool,
+    distributed: bool, eager: bool,
 ) -> Alone:  # fmt: skip
     """The processes that train together with this one, whose optimizer has these parameters."""
     if data_mesh is not None:
@@ -230,6 +230,7 @@ def ranks_of(
             raise ValueError("ddp and data_mesh were given, but gradients are reduced by one of them alone")
         from ._sharded import Sharded
 
+        _check_eager(eager, Sharded)
         return Sharded(config, tensors, data_mesh, Reduced.MEAN if reduced is None else reduced, distributed)
     if reduced is not None:
         raise ValueError("reduced was given without data_mesh, over which gradients are reduced")
@@ -238,6 +239,7 @@ def ranks_of(
     if ddp is not None:
         from ._ddp import Ranks
 
+        _check_eager(eager, Ranks)
         return Ranks(ddp, config)
     world = torch.distributed.is_available() and torch.distributed.is_initialized()
     if world and torch.distributed.get_world_size() > 1 and distributed:
@@ -246,3 +248,8 @@ def ranks_of(
             "DistributedDataParallel, or distributed=False for processes that train apart"
         )
     return Alone()
+
+
+def _check_eager(eager: bool, kind: type[Meeting]) -> None:
+    if eager:
+        raise ValueError(f"eager was True, but {kind.against_eager}")
