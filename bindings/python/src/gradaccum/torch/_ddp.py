@@ -38,9 +38,11 @@ class Ranks(Meeting):
     reduces = True
     """Gradients are reduced."""
     whose = " of ddp"
+    """In messages."""
     against_eager = (
         "under ddp= gradients are not complete until the end of backward, which reduces them: nothing is left to overlap"
     )
+    """Backward reduces gradients at its end."""
 
     def __init__(self, ddp: torch.nn.Module, config: Config) -> None:
         module: Any = getattr(ddp, "_orig_mod", ddp)  # of torch.compile

@@ -70,6 +70,7 @@ class Part(Whole):
     """A parameter that is a DTensor."""
 
     has_state = True
+    """Resharding needs it."""
 
     def __init__(self, tensor: Tensor, name: str) -> None:
         source: Any = tensor
@@ -82,12 +83,15 @@ class Part(Whole):
         self.is_cut = any(shard is not None and size > 1 for shard, size in sizes)
 
     def where(self) -> str:
+        """In messages: its mesh."""
         return f"is on {self._mesh}"
 
     def members(self) -> set[int]:
+        """The ranks of its mesh."""
         return set(self._mesh.mesh.flatten().tolist())
 
     def box(self, tensor: Tensor) -> tuple[list[int], list[int]]:
+        """As of Whole, from its mesh and placements. Raises if they do not make one box of it on every rank."""
         coordinate = self._mesh.get_coordinate()
         if coordinate is None:
             raise ValueError(f'parameter "{self._name}" is on {self._mesh}, which does not have this rank')
@@ -112,20 +116,24 @@ class Part(Whole):
         return first, shape
 
     def memory(self, tensor: Tensor) -> Tensor:
+        """The local tensor."""
         return local_of(tensor)
 
     def gradient(self, gradient: Tensor) -> Tensor:
+        """The local tensor of the gradient, redistributed to the placements of the parameter."""
         given: Any = gradient
         if is_part(gradient) and (given.placements != self._placements or given.device_mesh != self._mesh):
             given = given.redistribute(self._mesh, self._placements)
         return local_of(given)
 
     def state(self, tensor: Tensor, array: Tensor) -> Tensor:
+        """A DTensor of the mesh and placements of the parameter."""
         state = torch.empty_like(tensor, dtype=array.dtype, requires_grad=False)
         local_of(state).copy_(array)
         return state
 
     def array(self, state: Tensor) -> Tensor:
+        """The local tensor of such a DTensor, or what is one already."""
         given: Any = state
         if is_part(state) and (given.placements != self._placements or given.device_mesh != self._mesh):
             raise ValueError(

@@ -149,6 +149,7 @@ class Meeting(Alone):
     _context: Context
 
     def join(self, context: Context) -> None:
+        """This rank has the context."""
         self._context = context
 
     def _gather(self, own: list[float]) -> list[list[float]]:
@@ -230,7 +231,6 @@ def ranks_of(
             raise ValueError("ddp and data_mesh were given, but gradients are reduced by one of them alone")
         from ._sharded import Sharded
 
-        _check_eager(eager, Sharded)
         return Sharded(config, tensors, data_mesh, Reduced.MEAN if reduced is None else reduced, distributed)
     if reduced is not None:
         raise ValueError("reduced was given without data_mesh, over which gradients are reduced")

@@ -27,7 +27,8 @@ from ._state import State, StateOfParts
 class Sharded(Meeting):
     """The processes of the world, each with its parts of the parameters."""
 
-    may_wait = True  # by set_requires_gradient_sync(False)
+    may_wait = True
+    """By set_requires_gradient_sync(False)."""
 
     def __init__(
         self, config: Config, tensors: Sequence[Tensor], data_mesh: Any, reduced: Reduced, distributed: bool
@@ -42,11 +43,13 @@ class Sharded(Meeting):
         self._exchange = Exchange()
 
     def config(self) -> dict[str, Any]:
+        """Gradients arrive with the weights of their losses."""
         return {"gradient_kind": GradientKind.SUM}
 
     # ---- Parameters
 
     def part_of(self, tensor: Tensor, name: str, is_named: bool) -> Whole:
+        """Raises if ranks cannot have the parameter together, or its gradient is not reduced."""
         part = Part(tensor, name) if is_part(tensor) else WHOLE
         members = part.members()
         if not self._data <= members:
@@ -64,6 +67,7 @@ class Sharded(Meeting):
         return part
 
     def track(self, slots: Sequence[Slot]) -> None:
+        """Tells the library where the parts of this rank lie, and how many ranks have the same ones."""
         boxes = self.vote(lambda: {slot.own.name: _box(slot) for slot in slots})
         found = [json.loads(other) for other in self._exchange.gather(Kind.PARTS, json.dumps(boxes).encode())]
         for slot in slots:
@@ -71,6 +75,7 @@ class Sharded(Meeting):
             slot.own.set_part(slot.tensor.shape, own[0], sum(other.get(slot.own.name) == own for other in found))
 
     def connect(self) -> None:
+        """Makes the context one of the ranks."""
         communicator = Communicator.from_all_gather(
             self._exchange.rank, self._exchange.ranks, self._exchange.all_gather
         )
@@ -82,14 +87,17 @@ class Sharded(Meeting):
     # ---- Micro-batches
 
     def weigh(self, loss: Tensor, weight: float) -> Tensor:
+        """The loss times its weight, unless the program has multiplied it."""
         return loss if self._sums or weight == 1 else loss * weight
 
     def open(self, weight: float, is_weighed: bool) -> None:
+        """Meets the others. Raises if the losses have weights that they were not multiplied by."""
         weights = self._meet(Call.BACKWARD if is_weighed else Call.MICRO_BATCH, weight)
         if not is_weighed:
             self._check_weights("micro_batch()", weights)
 
     def take(self, weight: float, loss_scale: float | None) -> tuple[float, float | None]:
+        """Meets the others. Raises if the gradients have weights that their losses were not multiplied by."""
         weights = self._meet(Call.ACCUMULATE, weight, {"the scale of the gradients": loss_scale})
         self._check_weights("accumulate()", weights)
         return weight, loss_scale
@@ -105,14 +113,17 @@ class Sharded(Meeting):
     # ---- Meetings
 
     def agree(self, call: Call, values: Values | None = None) -> None:
+        """Raises on every rank if some rank makes another call, or with other values."""
         alike = {} if values is None else dict(values())
         alike.pop("params", None)  # whose parts the library compares
         self._meet(call, None, alike)
 
     def meet(self, call: Call) -> None:
+        """Raises on every rank if some rank makes another call."""
         self._meet(call, None)
 
     def vote(self, work: Callable[[], Result]) -> Result:
+        """What work() returns, once it has succeeded on all ranks."""
         failure: Exception | None = None
         try:
             result = work()
@@ -128,9 +139,11 @@ class Sharded(Meeting):
         return result
 
     def state(self) -> State:
+        """One that torch.distributed.checkpoint takes for a state that is there."""
         return StateOfParts()
 
     def mark(self) -> dict[str, Any]:
+        """This rank, and how many there are."""
         return {"rank": self._exchange.rank, "ranks": self._exchange.ranks}
 
     def _gather(self, own: list[float]) -> list[list[float]]:
