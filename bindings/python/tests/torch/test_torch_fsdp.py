@@ -581,6 +581,16 @@ def test_it_is_what_one_process_reaches(count: int, case: Case, found: dict[int,
             torch.testing.assert_close(value, want[name], rtol=1e-12, atol=1e-14)
 
 
+def test_the_example_of_updates_under_backward(tmp_path: pathlib.Path) -> None:
+    """Which compares bits itself."""
+    script = pathlib.Path(os.environ["GA_HEADER"]).parents[2] / "examples" / "python" / "fsdp_eager.py"
+    small = ["--layers", "1", "--width", "32", "--windows", "4", "--out", str(tmp_path)]
+    shown = subprocess.run([sys.executable, str(script), *small], capture_output=True, text=True, check=True).stdout
+    assert "skipped: 1" in shown
+    assert "bits: under backward equal, with gradients from .grad equal, of one process equal" in shown
+    assert (tmp_path / "fsdp_eager.csv").exists()
+
+
 def test_the_example() -> None:
     """The losses of one process are those of two."""
     script = pathlib.Path(os.environ["GA_HEADER"]).parents[2] / "examples" / "python" / "fsdp.py"
