@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""pages: collects what the site is made of in build/site-pages and build/site-python.
+
+The folders of the repository stay as they are, so that links between Markdown pages are right in both. A link to a file
+or folder without a page of its own gets one below source/.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import c_reference
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SITE = ROOT / "docs" / "site"
+PAGES = ROOT / "build" / "site-pages"
+PYTHON = ROOT / "build" / "site-python"
+
+# Markdown that is a page where it is. The README's place is taken by site/index.md.
+PLACES = ("docs/*.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "src/*/README.md")
+_LINK = re.compile(r"(\]\()([^)\s#<>]+)(#[^)\s]*)?(?=\))")
+_SOURCE = re.compile(r"/source/([\w./-]+)")
+_LANGUAGES = {
+    ".c": "c", ".h": "c", ".cpp": "cpp", ".hpp": "cpp", ".cu": "cuda", ".cuh": "cuda", ".py": "python", ".java": "java",
+    ".cs": "csharp", ".txt": "none", ".cmake": "cmake", ".md": "markdown",
+}  # fmt: skip
+
+
+def main() -> None:
+    """Writes what differs from the last time, and removes what is no more."""
+    files: dict[pathlib.Path, bytes] = {}
+    for pattern in PLACES:
+        for path in sorted(ROOT.glob(pattern)):
+            name = path.relative_to(ROOT)
+            files[name] = _linked(path.read_text(), name).encode()
+    for path in sorted(SITE.rglob("*")):
+        if path.suffix in (".md", ".rst"):
+            files[path.relative_to(SITE)] = path.read_bytes()
+    for path in sorted((ROOT / "docs").glob("*.svg")):
+        files[path.relative_to(ROOT)] = path.read_bytes()
+    for name, text in c_reference.pages(ROOT / "include" / "gradaccum").items():
+        files[pathlib.Path(name)] = text.encode()
+    files.update(_sources(files))
+    _write(PAGES, files)
+    _python()
+
+
+def _linked(text: str, page: pathlib.Path) -> str:
+    """Links to what has no page lead to its source."""
+
+    def replace(match: re.Match[str]) -> str:
+        target = os.path.normpath(page.parent / match[2])
+        path = ROOT / target
+        if "://" in match[2] or not path.exists() or path.suffix == ".svg":
+            return match[0]
+        if target == "README.md":
+            return f"{match[1]}/index.md"
+        if any(path.match(str(ROOT / pattern)) for pattern in PLACES):
+            return match[0]
+        return f"{match[1]}/source/{target}.rst"
+
+    return _LINK.sub(replace, text)
+
+
+def _sources(files: dict[pathlib.Path, bytes]) -> dict[pathlib.Path, bytes]:
+    """Pages of the files and folders that other pages link to; they are not searched."""
+    text = b"\n".join(content for name, content in files.items() if name.suffix != ".svg").decode()
+    targets = {re.sub(r"\.rst$", "", name).rstrip(".") for name in _SOURCE.findall(text)}
+    sources: dict[pathlib.Path, bytes] = {}
+    for target in sorted(targets):
+        path = ROOT / target
+        if path.is_dir():
+            listed = subprocess.run(
+                ["git", "ls-files", "."], cwd=path, capture_output=True, text=True, check=True
+            ).stdout.split()
+            targets_here = [name for name in listed if "/" not in name]
+            lines = ["In this folder:", "", *(f"* :doc:`{n} </source/{target}/{n}>`" for n in targets_here)]
+            for name in targets_here:
+                if f"{target}/{name}" not in targets:
+                    _page(sources, f"{target}/{name}", _listing(path / name))
+            _page(sources, target, lines)
+        else:
+            _page(sources, target, _listing(path))
+    return sources
+
+
+def _page(sources: dict[pathlib.Path, bytes], name: str, lines: list[str]) -> None:
+    head = [":orphan:", ":nosearch:", "", name, "=" * len(name), ""]
+    sources[pathlib.Path("source", f"{name}.rst")] = "\n".join([*head, *lines, ""]).encode()
+
+
+def _listing(path: pathlib.Path) -> list[str]:
+    language = _LANGUAGES.get(path.suffix, "bash" if path.read_text().startswith("#!") else "none")
+    return [f".. code-block:: {language}", "   :linenos:", "", *(f"   {line}" for line in path.read_text().split("\n"))]
+
+
+def _write(folder: pathlib.Path, files: dict[pathlib.Path, bytes]) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file() and path.relative_to(folder) not in files:
+            path.unlink()
+    for name, content in files.items():
+        path = folder / name
+        if not path.exists() or path.read_bytes() != content:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+
+
+def _python() -> None:
+    """The package: its sources, and what the bindings' generator writes."""
+    package = PYTHON / "gradaccum"
+    command = [
+        sys.executable, str(ROOT / "bindings" / "generate"), "--language", "python", "--header",
+        str(ROOT / "include" / "gradaccum" / "gradaccum.h"), "--out", str(package),
+    ]  # fmt: skip
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"})
+    for path in (ROOT / "bindings" / "python" / "src" / "gradaccum").iterdir():
+        link = package / path.name
+        if path.name != "__pycache__" and not link.is_symlink():
+            link.symlink_to(path)
+
+
+if __name__ == "__main__":
+    main()
