@@ -3,6 +3,7 @@
 
 import pathlib
 import re
+from typing import Any
 
 _BUILD = pathlib.Path(__file__).resolve().parents[2] / "build"
 _HEADER = _BUILD.parent / "include" / "gradaccum" / "gradaccum.h"
@@ -40,3 +41,13 @@ html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
 html_theme_options = {"source_repository": ""}
+
+
+def _without_substitutions(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    """A docstring is no place for reStructuredText's substitutions: |G|^2 is a norm."""
+    lines[:] = [line.replace("|", "\\|") for line in lines]
+
+
+def setup(app: Any) -> None:
+    """Called by Sphinx."""
+    app.connect("autodoc-process-docstring", _without_substitutions)

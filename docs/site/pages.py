@@ -10,10 +10,12 @@ from __future__ import annotations
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
 import c_reference
+import python_reference
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SITE = ROOT / "docs" / "site"
@@ -42,8 +44,9 @@ def main() -> None:
             files[path.relative_to(SITE)] = path.read_bytes()
     for path in sorted((ROOT / "docs").glob("*.svg")):
         files[path.relative_to(ROOT)] = path.read_bytes()
-    for name, text in c_reference.pages(ROOT / "include" / "gradaccum").items():
-        files[pathlib.Path(name)] = text.encode()
+    reference = c_reference.pages(ROOT / "include" / "gradaccum")
+    reference |= python_reference.pages(ROOT / "bindings" / "python" / "src")
+    files.update({pathlib.Path(name): text.encode() for name, text in reference.items()})
     files.update(_sources(files))
     _write(PAGES, files)
     _python()
@@ -112,15 +115,14 @@ def _write(folder: pathlib.Path, files: dict[pathlib.Path, bytes]) -> None:
 def _python() -> None:
     """The package: its sources, and what the bindings' generator writes."""
     package = PYTHON / "gradaccum"
+    shutil.rmtree(package, ignore_errors=True)
     command = [
         sys.executable, str(ROOT / "bindings" / "generate"), "--language", "python", "--header",
         str(ROOT / "include" / "gradaccum" / "gradaccum.h"), "--out", str(package),
     ]  # fmt: skip
     subprocess.run(command, check=True, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"})
-    for path in (ROOT / "bindings" / "python" / "src" / "gradaccum").iterdir():
-        link = package / path.name
-        if path.name != "__pycache__" and not link.is_symlink():
-            link.symlink_to(path)
+    source = ROOT / "bindings" / "python" / "src" / "gradaccum"
+    shutil.copytree(source, package, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
 import os
 import pathlib
 import re
+import runpy
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -24,6 +25,11 @@ def test_the_code_of_the_guide_runs() -> None:
         exec(compile(block, str(path), "exec"), {})
     lines = [line for line in blocks[0].splitlines() if line and "import" not in line]
     assert len(lines) <= 10
+
+
+def test_the_first_program_makes_the_step_of_one_batch() -> None:
+    path = pathlib.Path(os.environ.get("GA_HEADER", "")).parents[2] / "examples" / "first" / "first.py"
+    runpy.run_path(str(path))
 
 
 def test_the_names_of_the_guide_exist() -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradient accumulation and optimizer steps for programs that compute their own gradients.
 
-A window of micro-batches gives what one batch of all their samples would have given, to rounding:
+A window of micro-batches gives what one batch of all their samples would have given, to rounding::
 
     with gradaccum.Context() as context:
         adamw = gradaccum.Optimizer(gradaccum.OptimizerKind.ADAMW, lr=3e-4)

@@ -37,6 +37,12 @@ def test_the_guide(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert int(names["model"].optimizer.iterations) == 3 * 15 + 1  # without a validation split, 1000 samples
 
 
+def test_the_first_program_makes_the_step_of_one_batch() -> None:
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("float32")
+    runpy.run_path(str(ROOT / "examples" / "first" / "first_keras.py"))
+
+
 def test_callbacks_have_the_variables_by_self_model(task: Task) -> None:
     seen: list[bool] = []
 

@@ -4,6 +4,7 @@
 import os
 import pathlib
 import re
+import runpy
 import subprocess
 import sys
 import warnings
@@ -29,6 +30,10 @@ def test_the_guide_of_the_package() -> None:
     names: dict[str, Any] = {}
     exec(compile(block, str(path), "exec"), names)
     assert names["optimizer"].result.weight == 39
+
+
+def test_the_first_program_makes_the_step_of_one_batch() -> None:
+    runpy.run_path(str(pathlib.Path(os.environ["GA_HEADER"]).parents[2] / "examples" / "first" / "first_torch.py"))
 
 
 def test_the_example(tmp_path: pathlib.Path) -> None:

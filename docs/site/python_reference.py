@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reference of Python: which public names are on which page. Their docstrings are read, and nothing is imported."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+
+# A page: its title, what it links to, its module, and the names in their order; none: those of __all__.
+PAGES: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
+    "context": ("Contexts", "/docs/python", "gradaccum", (
+        "Context", "Config", "GradientKind", "Reduce", "Missing", "Nonfinite", "Accumulation", "GradientLife",
+        "Device", "Memory",
+    )),
+    "optimizer": ("Groups and optimizers", "/docs/reference", "gradaccum", (
+        "Group", "Optimizer", "OptimizerKind", "Flavor", "Schedule", "ScheduleKind", "AdjustLr", "NewtonSchulzPreset",
+        "Precision", "Equilibrate",
+    )),
+    "params": ("Parameters and tensors", "/docs/python", "gradaccum", (
+        "Param", "ParamOptions", "Master", "Rounding", "Rows", "FlatEntry", "ParamInfo", "Dtype", "Tensor",
+        "TensorLike", "SupportsDLPack", "SupportsBuffer",
+    )),
+    "window": ("Windows and micro-batches", "/docs/python", "gradaccum", (
+        "MicroBatch", "Accumulator", "MicroOptions", "MicroFlags", "Window", "WindowState", "StepResult", "StepOutcome",
+    )),
+    "clip": ("Clipping, loss scale and EMA", "/docs/reference", "gradaccum", (
+        "Clip", "ClipScope", "ClipWhen", "AgcUnits", "LossScaler", "Ema", "EmaKind",
+    )),
+    "batch_norm": ("Batch normalisation", "/docs/batch-normalization", "gradaccum", (
+        "BatchNorm", "BatchNormOptions", "BnMode", "BnLayout", "BnSpread", "BatchNormInfo",
+    )),
+    "ranks": ("Several ranks", "/docs/devices", "gradaccum", (
+        "Communicator", "CommunicatorOptions", "CommKind", "CommWire", "CommShard", "CommAdder", "Reduced",
+    )),
+    "state": ("State", "/docs/checkpoints", "gradaccum", (
+        "StateInfo", "StateOptions", "StateParts", "Settings", "state_note",
+    )),
+    "library": ("Errors and the library", "/docs/python", "gradaccum", (
+        "Error", "Status", "version", "build", "build_info", "Build", "device_count", "no_device_reason",
+    )),
+    "torch": ("gradaccum.torch", "/docs/moving", "gradaccum.torch", ()),
+    "keras": ("gradaccum.keras", "/docs/keras", "gradaccum.keras", ()),
+    "check": ("gradaccum.check", "/docs/check", "gradaccum.check", ()),
+}  # fmt: skip
+
+
+def public(source: pathlib.Path, module: str) -> list[str]:
+    """__all__ of a module."""
+    path = source.joinpath(*module.split("."), "__init__.py")
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return list(ast.literal_eval(node.value))
+    raise SystemExit(f"{path} has no __all__")
+
+
+def pages(source: pathlib.Path) -> dict[str, str]:
+    """The files of the reference, in reStructuredText."""
+    files = {"python/index.rst": _page("Python: reference", "/docs/python", "gradaccum", ())}
+    files["python/index.rst"] += "\n".join(["", ".. toctree::", "", *(f"   {name}" for name in PAGES), ""])
+    for name, (title, guide, module, names) in PAGES.items():
+        files[f"python/{name}.rst"] = _page(title, guide, module, names or public(source, module))
+    return files
+
+
+def _page(title: str, guide: str, module: str, names: tuple[str, ...] | list[str]) -> str:
+    lines = [title, "=" * len(title), "", f"The guide is :doc:`{guide}`.", ""]
+    if title.startswith((module, "Python")):
+        lines += [f".. autoapimodule:: {module}", ""]
+    lines += [f".. py:currentmodule:: {module}", ""]
+    for name in names:
+        kind = "data" if name == "TensorLike" else "class" if name[0].isupper() else "function"
+        lines += [f".. autoapi{kind}:: {module}.{name}", *(["   :members:"] if kind == "class" else []), ""]
+    return "\n".join(lines)
