@@ -137,9 +137,12 @@ class _Reader:
             caption = names[section.header] if starts_part else captions.get(section.title)
             if caption:
                 lines += ["", caption, "-" * len(caption), "", ".. list-table::", "   :widths: 1 3", "   :class: plain", ""]
-            shown = [c.spelling for e in section.entries for c in e.cursors if c.kind == CursorKind.FUNCTION_DECL]
-            calls = " ".join(f":c:func:`{name}`" for name in shown if not name.endswith("_init"))
-            lines += [f"   * - :doc:`{section.page}`", f"     - {calls or 'conventions'}"]
+            cursors = [c for e in section.entries for c in e.cursors]
+            calls = [c.spelling for c in cursors if c.kind == CursorKind.FUNCTION_DECL and not c.spelling.endswith("_init")]
+            shown = calls or [c.spelling for c in cursors if c.kind in (CursorKind.STRUCT_DECL, CursorKind.TYPEDEF_DECL)]
+            names_shown = " ".join(f":c:{self.names[name]}:`{name}`" for name in dict.fromkeys(shown))
+            about = re.split(r"(?<=[.:]) ", " ".join(_text(section.entries[0].comment).split()))[0]
+            lines += [f"   * - :doc:`{section.page}`", f"     - {names_shown or self.inline(about)}"]
         lines += ["", "The manual", "----------", ""]
         for comment in self.essay:
             lines += [*self._blocks(_text(comment), set()), ""]

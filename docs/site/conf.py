@@ -14,9 +14,8 @@ copyright = "the authors of libgradaccum; Apache-2.0"
 language = "en"
 
 extensions = ["myst_parser", "sphinx_design", "autoapi.extension"]
-exclude_patterns = ["**/_*"]
 highlight_language = "none"
-nitpicky = False
+suppress_warnings = ["misc.highlighting_failure"]  # of sources that Pygments cannot read
 
 # The pages of docs/ are read elsewhere too, and refer to headings as GitHub names them.
 myst_heading_anchors = 4
@@ -27,6 +26,7 @@ autoapi_dirs = [str(_BUILD / "site-python" / "gradaccum")]
 autoapi_generate_api_docs = False
 autoapi_add_toctree_entry = False
 autoapi_options = ["members", "show-inheritance"]
+autoapi_member_order = "bysource"
 autoapi_python_class_content = "both"
 autodoc_typehints = "signature"
 add_module_names = False
@@ -40,7 +40,6 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
-html_theme_options = {"source_repository": ""}
 
 
 def _without_substitutions(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:

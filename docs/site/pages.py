@@ -38,12 +38,15 @@ def main() -> None:
     for pattern in PLACES:
         for path in sorted(ROOT.glob(pattern)):
             name = path.relative_to(ROOT)
-            files[name] = _linked(path.read_text(), name).encode()
+            front = "---\norphan: true\n---\n" if name.parts[0] == "src" else ""  # architecture.md leads there
+            files[name] = (front + _linked(path.read_text(), name)).encode()
     for path in sorted(SITE.rglob("*")):
         if path.suffix in (".md", ".rst"):
             files[path.relative_to(SITE)] = path.read_bytes()
-    for path in sorted((ROOT / "docs").glob("*.svg")):
-        files[path.relative_to(ROOT)] = path.read_bytes()
+    for pattern in ("docs/*.svg", "examples/first/*"):  # what pages show
+        files |= {path.relative_to(ROOT): path.read_bytes() for path in sorted(ROOT.glob(pattern))}
+    picture = (ROOT / "docs" / "window.svg").read_text()
+    files[pathlib.Path("window.html")] = f'<div class="window-frame">\n{picture}</div>\n'.encode()
     reference = c_reference.pages(ROOT / "include" / "gradaccum")
     reference |= python_reference.pages(ROOT / "bindings" / "python" / "src")
     files.update({pathlib.Path(name): text.encode() for name, text in reference.items()})
@@ -71,7 +74,7 @@ def _linked(text: str, page: pathlib.Path) -> str:
 
 def _sources(files: dict[pathlib.Path, bytes]) -> dict[pathlib.Path, bytes]:
     """Pages of the files and folders that other pages link to; they are not searched."""
-    text = b"\n".join(content for name, content in files.items() if name.suffix != ".svg").decode()
+    text = b"\n".join(content for name, content in files.items() if name.suffix in (".md", ".rst")).decode()
     targets = {re.sub(r"\.rst$", "", name).rstrip(".") for name in _SOURCE.findall(text)}
     sources: dict[pathlib.Path, bytes] = {}
     for target in sorted(targets):

@@ -43,6 +43,8 @@ PAGES: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
     "check": ("gradaccum.check", "/docs/check", "gradaccum.check", ()),
 }  # fmt: skip
 
+ALIASES = ("TensorLike", "AccumBatchNormalization")  # of other types
+
 
 def public(source: pathlib.Path, module: str) -> list[str]:
     """__all__ of a module."""
@@ -68,6 +70,6 @@ def _page(title: str, guide: str, module: str, names: tuple[str, ...] | list[str
         lines += [f".. autoapimodule:: {module}", ""]
     lines += [f".. py:currentmodule:: {module}", ""]
     for name in names:
-        kind = "data" if name == "TensorLike" else "class" if name[0].isupper() else "function"
+        kind = "data" if name in ALIASES else "class" if name[0].isupper() else "function"
         lines += [f".. autoapi{kind}:: {module}.{name}", *(["   :members:"] if kind == "class" else []), ""]
     return "\n".join(lines)
