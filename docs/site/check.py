@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""check SITE [--java]: whether each function and public name has a page, and each link of the site leads somewhere."""
+"""check SITE [--java]: whether each function and public name has a page, and each link of the site leads somewhere.
+
+A link of the first page to a file of tests has the name of one of them, such as "a short tail".
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,8 @@ class Page(html.parser.HTMLParser):
         super().__init__()
         self.places: set[str] = set()
         self.links: set[str] = set()
+        self.texts: dict[str, list[str]] = {}  # of links
+        self._link = ""
         self.feed(path.read_text())
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -32,6 +37,19 @@ class Page(html.parser.HTMLParser):
                 self.places.add(value)
             elif name in ("href", "src") and value:
                 self.links.add(value)
+                if tag == "a":
+                    self._link = value
+                    self.texts.setdefault(value, []).append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        """Called for each end of a tag."""
+        if tag == "a":
+            self._link = ""
+
+    def handle_data(self, data: str) -> None:
+        """Called for text."""
+        if self._link:
+            self.texts[self._link][-1] += data
 
 
 def without_page(site: pathlib.Path) -> list[str]:
@@ -71,10 +89,24 @@ def dead_links(site: pathlib.Path, has_java: bool) -> list[str]:
     return sorted(dead)
 
 
+def without_test(site: pathlib.Path) -> list[str]:
+    """Links of the first page to tests that are not there."""
+    missing, count = [], 0
+    for link, texts in Page(site / "index.html").texts.items():
+        if match := re.fullmatch(r"source/(.*/test_\w+\.\w+)\.html", link):
+            for text in texts:
+                count += 1
+                words = re.sub(r"[^a-z0-9]+", "_", text.lower())
+                if f"test_{words}(" not in (ROOT / match[1]).read_text().lower():
+                    missing.append(f"{match[1]}: {text}")
+    return missing if count else ["any: the first page has no link to a test"]
+
+
 def main() -> int:
     """Prints what is wrong."""
     site = pathlib.Path(sys.argv[1]).resolve()
     problems = [f"without a page: {name}" for name in without_page(site)]
+    problems += [f"without a test: {name}" for name in without_test(site)]
     problems += [f"dead link: {link}" for link in dead_links(site, "--java" in sys.argv)]
     print("\n".join(problems), end="\n" if problems else "")
     return 1 if problems else 0

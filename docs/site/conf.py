@@ -5,8 +5,7 @@ import pathlib
 import re
 from typing import Any
 
-_BUILD = pathlib.Path(__file__).resolve().parents[2] / "build"
-_HEADER = _BUILD.parent / "include" / "gradaccum" / "gradaccum.h"
+_HEADER = pathlib.Path(__file__).resolve().parents[2] / "include" / "gradaccum" / "gradaccum.h"
 
 project = "libgradaccum"
 version = release = ".".join(re.findall(r"^#define GA_VERSION_[A-Z]+ (\d+)$", _HEADER.read_text(), re.M))
@@ -21,14 +20,12 @@ suppress_warnings = ["misc.highlighting_failure"]  # of sources that Pygments ca
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
 
-# Python's pages are made of the sources, which are read and not imported.
-autoapi_dirs = [str(_BUILD / "site-python" / "gradaccum")]
+# Python's pages are made of the sources in autoapi_dirs, which docs/build sets. They are read and not imported.
 autoapi_generate_api_docs = False
 autoapi_add_toctree_entry = False
 autoapi_options = ["members", "show-inheritance"]
-autoapi_member_order = "bysource"
 autoapi_python_class_content = "both"
-autodoc_typehints = "signature"
+autodoc_member_order = "bysource"
 add_module_names = False
 python_maximum_signature_line_length = 80
 python_use_unqualified_type_names = True
@@ -42,11 +39,34 @@ html_copy_source = False
 html_show_sphinx = False
 
 
-def _without_substitutions(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
-    """A docstring is no place for reStructuredText's substitutions: |G|^2 is a norm."""
-    lines[:] = [line.replace("|", "\\|") for line in lines]
+def _docstring(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    """A docstring has links to pages, and none of reStructuredText's substitutions: |G|^2 is a norm."""
+    lines[:] = [re.sub(r"\bdocs/([\w-]+)\.md", r":doc:`/docs/\1`", line.replace("|", "\\|")) for line in lines]
+
+
+def _public(text: str | None) -> str | None:
+    """Types under the names by which programs import them."""
+    if text is None:
+        return None
+    text = re.sub(r"\bgradaccum(\.torch|\.keras|\.check)?(?:\.[a-z_]\w*)*\.([A-Z]\w*)", r"gradaccum\1.\2", text)
+    return re.sub(r"\b(?:collections\.abc\.|typing\.|_[a-z_]+\.(?=[A-Z]))", "", text)
+
+
+def _with_public_types(
+    app: Any, what: str, name: str, thing: Any, options: Any, signature: str | None, returned: str | None
+) -> tuple[str | None, str | None]:
+    return _public(signature), _public(returned)
+
+
+def _public_attributes(app: Any, env: Any, pages: list[str]) -> None:
+    for thing in env.autoapi_all_objects.values():
+        for key in ("annotation", "return_annotation"):
+            if thing.obj.get(key):
+                thing.obj[key] = _public(thing.obj[key])
 
 
 def setup(app: Any) -> None:
     """Called by Sphinx."""
-    app.connect("autodoc-process-docstring", _without_substitutions)
+    app.connect("autodoc-process-docstring", _docstring)
+    app.connect("env-before-read-docs", _public_attributes)
+    app.connect("autodoc-process-signature", _with_public_types)

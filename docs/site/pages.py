@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pages: collects what the site is made of in build/site-pages and build/site-python.
+"""pages FOLDER: collects what the site is made of in FOLDER/pages and FOLDER/python.
 
 The folders of the repository stay as they are, so that links between Markdown pages are right in both. A link to a file
 or folder without a page of its own gets one below source/.
@@ -19,8 +19,6 @@ import python_reference
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SITE = ROOT / "docs" / "site"
-PAGES = ROOT / "build" / "site-pages"
-PYTHON = ROOT / "build" / "site-python"
 
 # Markdown that is a page where it is. The README's place is taken by site/index.md.
 PLACES = ("docs/*.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "src/*/README.md")
@@ -34,6 +32,7 @@ _LANGUAGES = {
 
 def main() -> None:
     """Writes what differs from the last time, and removes what is no more."""
+    folder = pathlib.Path(sys.argv[1])
     files: dict[pathlib.Path, bytes] = {}
     for pattern in PLACES:
         for path in sorted(ROOT.glob(pattern)):
@@ -51,8 +50,8 @@ def main() -> None:
     reference |= python_reference.pages(ROOT / "bindings" / "python" / "src")
     files.update({pathlib.Path(name): text.encode() for name, text in reference.items()})
     files.update(_sources(files))
-    _write(PAGES, files)
-    _python()
+    _write(folder / "pages", files)
+    _write_package(folder / "python" / "gradaccum")
 
 
 def _linked(text: str, page: pathlib.Path) -> str:
@@ -80,14 +79,12 @@ def _sources(files: dict[pathlib.Path, bytes]) -> dict[pathlib.Path, bytes]:
     for target in sorted(targets):
         path = ROOT / target
         if path.is_dir():
-            listed = subprocess.run(
-                ["git", "ls-files", "."], cwd=path, capture_output=True, text=True, check=True
-            ).stdout.split()
-            targets_here = [name for name in listed if "/" not in name]
-            lines = ["In this folder:", "", *(f"* :doc:`{n} </source/{target}/{n}>`" for n in targets_here)]
-            for name in targets_here:
-                if f"{target}/{name}" not in targets:
-                    _page(sources, f"{target}/{name}", _listing(path / name))
+            listed = subprocess.run(["git", "ls-files", "."], cwd=path, capture_output=True, text=True, check=True)
+            names = [name for name in listed.stdout.split() if "/" not in name]
+            lines = ["In this folder:", ""]
+            for name in names:
+                has_page = f"{target}/{name}" in targets
+                lines.append(f"* :doc:`{name} </source/{target}/{name}>`" if has_page else f"* ``{name}``")
             _page(sources, target, lines)
         else:
             _page(sources, target, _listing(path))
@@ -115,9 +112,8 @@ def _write(folder: pathlib.Path, files: dict[pathlib.Path, bytes]) -> None:
             path.write_bytes(content)
 
 
-def _python() -> None:
-    """The package: its sources, and what the bindings' generator writes."""
-    package = PYTHON / "gradaccum"
+def _write_package(package: pathlib.Path) -> None:
+    """Its sources, and what the bindings' generator writes."""
     shutil.rmtree(package, ignore_errors=True)
     command = [
         sys.executable, str(ROOT / "bindings" / "generate"), "--language", "python", "--header",

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import ast
 import pathlib
+from collections.abc import Sequence
 
-# A page: its title, what it links to, its module, and the names in their order; none: those of __all__.
+# A page: its title, what it links to, its module, and names in their order, in a page of a whole module before all others.
 PAGES: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
     "context": ("Contexts", "/docs/python", "gradaccum", (
         "Context", "Config", "GradientKind", "Reduce", "Missing", "Nonfinite", "Accumulation", "GradientLife",
@@ -38,7 +39,9 @@ PAGES: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
     "library": ("Errors and the library", "/docs/python", "gradaccum", (
         "Error", "Status", "version", "build", "build_info", "Build", "device_count", "no_device_reason",
     )),
-    "torch": ("gradaccum.torch", "/docs/moving", "gradaccum.torch", ()),
+    "torch": ("gradaccum.torch", "/docs/moving", "gradaccum.torch", (
+        "Optimizer", "WindowOptions", "wrap", "convert_batchnorm",
+    )),
     "keras": ("gradaccum.keras", "/docs/keras", "gradaccum.keras", ()),
     "check": ("gradaccum.check", "/docs/check", "gradaccum.check", ()),
 }  # fmt: skip
@@ -60,11 +63,12 @@ def pages(source: pathlib.Path) -> dict[str, str]:
     files = {"python/index.rst": _page("Python: reference", "/docs/python", "gradaccum", ())}
     files["python/index.rst"] += "\n".join(["", ".. toctree::", "", *(f"   {name}" for name in PAGES), ""])
     for name, (title, guide, module, names) in PAGES.items():
-        files[f"python/{name}.rst"] = _page(title, guide, module, names or public(source, module))
+        others = () if module == "gradaccum" else (n for n in public(source, module) if n not in names)
+        files[f"python/{name}.rst"] = _page(title, guide, module, [*names, *others])
     return files
 
 
-def _page(title: str, guide: str, module: str, names: tuple[str, ...] | list[str]) -> str:
+def _page(title: str, guide: str, module: str, names: Sequence[str]) -> str:
     lines = [title, "=" * len(title), "", f"The guide is :doc:`{guide}`.", ""]
     if title.startswith((module, "Python")):
         lines += [f".. autoapimodule:: {module}", ""]
