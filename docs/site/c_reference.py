@@ -52,6 +52,8 @@ def pages(include: pathlib.Path) -> dict[str, str]:
     reader = _Reader(include)
     files = {f"c/{s.page}.rst": reader.page(s) for s in reader.sections}
     files["c/index.rst"] = reader.index()
+    if reader.problems:
+        raise SystemExit("\n".join(reader.problems))
     return files
 
 
@@ -70,6 +72,7 @@ class _Reader:
         self.sections: list[Section] = []
         self.names: dict[str, str] = {}  # of everything that has a place: its role
         self.members: set[str] = set()
+        self.problems: list[str] = []
         for header in HEADERS:
             self._read(include / header)
 
@@ -160,6 +163,9 @@ class _Reader:
 
     def _entry(self, entry: Entry) -> list[str]:
         text = _text(entry.comment)
+        self.problems += [
+            f"{c.spelling} has no comment" for c in entry.cursors if c.kind == CursorKind.FUNCTION_DECL and not text
+        ]
         by_directive: dict[str, list[Cursor]] = {}
         enums = []
         for cursor in entry.cursors:
@@ -267,6 +273,8 @@ class _Reader:
             elif source:
                 link = _source(source)
             else:
+                if member or name.startswith("ga_"):
+                    self.problems.append(f"a comment mentions {match[0]}, which the headers do not declare: {text}")
                 continue
             parts += [_escaped(text[end : match.start()]), f"\\ {link}\\ "]
             end = match.end()
