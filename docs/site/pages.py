@@ -15,6 +15,7 @@ import subprocess
 import sys
 
 import c_reference
+import plots
 import python_reference
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -42,6 +43,9 @@ def main() -> None:
     for path in sorted(SITE.rglob("*")):
         if path.suffix in (".md", ".rst"):
             files[path.relative_to(SITE)] = path.read_bytes()
+    for name, text in plots.pictures().items():
+        if (ROOT / "docs" / name).read_text() != text:
+            raise SystemExit(f"docs/{name} is not what docs/site/plots.py draws: run it")
     for pattern in ("docs/*.svg", "examples/first/*"):  # what pages show
         files |= {path.relative_to(ROOT): path.read_bytes() for path in sorted(ROOT.glob(pattern))}
     picture = (ROOT / "docs" / "window.svg").read_text()
@@ -62,7 +66,7 @@ def _linked(text: str, page: pathlib.Path) -> str:
         path = ROOT / target
         if "://" in match[2] or not path.exists() or path.suffix == ".svg":
             return match[0]
-        if target == "README.md":
+        if target in ("README.md", "docs/site/index.md"):
             return f"{match[1]}/index.md"
         if any(path.match(str(ROOT / pattern)) for pattern in PLACES):
             return match[0]

@@ -27,6 +27,16 @@ def test_the_code_of_the_guide_runs() -> None:
     assert len(lines) <= 10
 
 
+@pytest.mark.parametrize("page", ["first-window.md", "mixed-precision.md", "clipping.md"])
+def test_the_blocks_of_a_page_run_one_after_the_other(page: str) -> None:
+    text = (pathlib.Path(os.environ.get("GA_HEADER", "")).parents[2] / "docs" / page).read_text()
+    blocks = re.findall(r"<!-- test: \w+ -->\n```python\n(.*?)```", text, re.S)
+    assert len(blocks) == text.count("```python") > 2
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(compile(block, page, "exec"), names)
+
+
 def test_the_first_program_makes_the_step_of_one_batch() -> None:
     path = pathlib.Path(os.environ.get("GA_HEADER", "")).parents[2] / "examples" / "first" / "first.py"
     runpy.run_path(str(path))
