@@ -36,6 +36,7 @@ html_title = f"libgradaccum {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
+html_show_search_summary = False  # without a server, no page can be fetched
 html_domain_indices = False
 html_show_sphinx = False
 

@@ -48,7 +48,7 @@ def _picture(report: str, window: int, unit: str) -> str:
             f'fill="{"#c0392b" if wrong else "#2e7d4f"}"/>',
             f'<line x1="{170 + right:.1f}" x2="{170 + right:.1f}" y1="{y - 3}" y2="{y + 23}" stroke="black" '
             'stroke-width="2"/>',
-            f'<text x="545" y="{y + 15}" fill="#222">{bar["value"]:.3g} for {bar["right"]:.3g}</text>',
+            f'<text x="545" y="{y + 15}" fill="#222">{round(bar["value"], 3):g} for {round(bar["right"], 3):g}</text>',
         ]
     return "\n".join([*lines, "</svg>", ""])
 
