@@ -72,7 +72,7 @@ def dead_links(site: pathlib.Path, has_java: bool) -> list[str]:
     pages = {path: Page(path) for path in site.rglob("*.html")}
     dead = []
     for path, page in pages.items():
-        if path.is_relative_to(site / "java"):  # javadoc checks its own
+        if path.is_relative_to(site / "java") or path.is_relative_to(site / "csharp"):  # javadoc's, Doxygen's
             continue
         for link in page.links:
             url = urllib.parse.urlsplit(link)
