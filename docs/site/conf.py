@@ -35,6 +35,7 @@ html_theme = "furo"
 html_title = f"libgradaccum {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["site.js"]
 html_copy_source = False
 html_show_search_summary = False  # without a server, no page can be fetched
 html_domain_indices = False
