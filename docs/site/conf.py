@@ -24,7 +24,6 @@ myst_enable_extensions = ["colon_fence"]
 autoapi_generate_api_docs = False
 autoapi_add_toctree_entry = False
 autoapi_options = ["members", "show-inheritance"]
-autoapi_python_class_content = "both"
 autodoc_member_order = "bysource"
 add_module_names = False
 python_maximum_signature_line_length = 80
@@ -63,9 +62,10 @@ def _with_public_types(
 
 def _public_attributes(app: Any, env: Any, pages: list[str]) -> None:
     for thing in env.autoapi_all_objects.values():
-        for key in ("annotation", "return_annotation"):
-            if thing.obj.get(key):
-                thing.obj[key] = _public(thing.obj[key])
+        if getattr(thing, "annotation", None):
+            thing.annotation = _public(thing.annotation)
+            if getattr(thing, "value", None) == "None" and "None" not in thing.annotation:
+                thing.value = None  # not the default, but in place of the library's
 
 
 def setup(app: Any) -> None:

@@ -21,10 +21,10 @@ PAGES: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
         "Param", "ParamOptions", "Master", "Rounding", "Rows", "FlatEntry", "ParamInfo", "Dtype", "Tensor",
         "TensorLike", "SupportsDLPack", "SupportsBuffer",
     )),
-    "window": ("Windows and micro-batches", "/docs/python", "gradaccum", (
+    "window": ("Windows and micro-batches", "/docs/first-window", "gradaccum", (
         "MicroBatch", "Accumulator", "MicroOptions", "MicroFlags", "Window", "WindowState", "StepResult", "StepOutcome",
     )),
-    "clip": ("Clipping, loss scale and EMA", "/docs/reference", "gradaccum", (
+    "clip": ("Clipping, loss scale and EMA", "/docs/clipping", "gradaccum", (
         "Clip", "ClipScope", "ClipWhen", "AgcUnits", "LossScaler", "Ema", "EmaKind",
     )),
     "batch_norm": ("Batch normalisation", "/docs/batch-normalization", "gradaccum", (
@@ -61,7 +61,7 @@ def public(source: pathlib.Path, module: str) -> list[str]:
 def pages(source: pathlib.Path) -> dict[str, str]:
     """The files of the reference, in reStructuredText."""
     files = {"python/index.rst": _page("Python: reference", "/docs/python", "gradaccum", ())}
-    files["python/index.rst"] += "\n".join(["", ".. toctree::", "", *(f"   {name}" for name in PAGES), ""])
+    files["python/index.rst"] += "\n".join(["", ".. toctree::", "   :maxdepth: 1", "", *(f"   {name}" for name in PAGES), ""])
     for name, (title, guide, module, names) in PAGES.items():
         others = () if module == "gradaccum" else (n for n in public(source, module) if n not in names)
         files[f"python/{name}.rst"] = _page(title, guide, module, [*names, *others])
