@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pages FOLDER: collects what the site is made of in FOLDER/pages and FOLDER/python.
+"""pages SITE FOLDER: collects what the site is made of in FOLDER/pages and FOLDER/python.
 
 The folders of the repository stay as they are, so that links between Markdown pages are right in both. A link to a file
 or folder without a page of its own gets one below source/.
@@ -33,7 +33,7 @@ _LANGUAGES = {
 
 def main() -> None:
     """Writes what differs from the last time, and removes what is no more."""
-    folder = pathlib.Path(sys.argv[1])
+    site, folder = map(pathlib.Path, sys.argv[1:])
     files: dict[pathlib.Path, bytes] = {}
     for pattern in PLACES:
         for path in sorted(ROOT.glob(pattern)):
@@ -54,7 +54,7 @@ def main() -> None:
     reference |= python_reference.pages(ROOT / "bindings" / "python" / "src")
     files.update({pathlib.Path(name): text.encode() for name, text in reference.items()})
     files.update(_sources(files))
-    _write(folder / "pages", files)
+    _write(folder / "pages", files, site)
     _write_package(folder / "python" / "gradaccum")
 
 
@@ -83,8 +83,7 @@ def _sources(files: dict[pathlib.Path, bytes]) -> dict[pathlib.Path, bytes]:
     for target in sorted(targets):
         path = ROOT / target
         if path.is_dir():
-            listed = subprocess.run(["git", "ls-files", "."], cwd=path, capture_output=True, text=True, check=True)
-            names = [name for name in listed.stdout.split() if "/" not in name]
+            names = sorted(each.name for each in path.iterdir() if each.is_file())
             lines = ["In this folder:", ""]
             for name in names:
                 has_page = f"{target}/{name}" in targets
@@ -105,10 +104,12 @@ def _listing(path: pathlib.Path) -> list[str]:
     return [f".. code-block:: {language}", "   :linenos:", "", *(f"   {line}" for line in path.read_text().split("\n"))]
 
 
-def _write(folder: pathlib.Path, files: dict[pathlib.Path, bytes]) -> None:
+def _write(folder: pathlib.Path, files: dict[pathlib.Path, bytes], site: pathlib.Path) -> None:
     for path in folder.rglob("*"):
-        if path.is_file() and path.relative_to(folder) not in files:
+        name = path.relative_to(folder)
+        if path.is_file() and name not in files:
             path.unlink()
+            (site / name).with_suffix(".html").unlink(missing_ok=True)
     for name, content in files.items():
         path = folder / name
         if not path.exists() or path.read_bytes() != content:

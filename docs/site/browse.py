@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""browse SITE: what readers do, in headless Chromium and from the folder, without a server.
+
+At 360 pixels, light and dark: no page of guides and references scrolls sideways or prints an error, and axe finds nothing
+serious. Tabs switch, and the search finds a function.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+import sys
+
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Page, sync_playwright
+
+# Made by other programs, or listings of sources.
+LEFT_OUT = {"java", "csharp", "source"}
+
+
+def look(page: Page, site: pathlib.Path, file: pathlib.Path) -> list[str]:
+    """What is wrong with a page."""
+    name = file.relative_to(site)
+    errors: list[str] = []
+    listen = lambda error: errors.append(f"{name}: {error}")  # noqa: E731
+    page.on("pageerror", listen)
+    console = lambda message: message.type == "error" and listen(message.text)  # noqa: E731
+    page.on("console", console)
+    page.goto(file.as_uri())
+    page.remove_listener("console", console)  # axe reads style sheets, which a page of a folder may not
+    width = page.evaluate("document.documentElement.scrollWidth")
+    if width > 360:
+        listen(f"is {width} pixels wide")
+    for fault in Axe().run(page).response["violations"]:
+        if fault["impact"] in ("serious", "critical"):
+            listen(f"{fault['help']}: {fault['nodes'][0]['html'][:120]}")
+    page.remove_listener("pageerror", listen)
+    return errors
+
+
+def use(page: Page, site: pathlib.Path) -> list[str]:
+    """What does not work."""
+    errors = []
+    page.goto((site / "index.html").as_uri())
+    code = page.locator("pre", has_text="gradaccum.torch.SGD")
+    before = code.is_visible()
+    page.locator("label", has_text="torch").click()
+    if before or not code.is_visible():
+        errors.append("index.html: the tab of torch does not switch")
+    page.locator("input[name=q]").first.fill("ga_step")
+    page.locator("input[name=q]").first.press("Enter")
+    found = page.locator("ul.search li a").first
+    found.wait_for(timeout=20000)
+    if found.get_attribute("href") != "c/accumulate-and-step.html#c.ga_step":
+        errors.append(f"search.html: ga_step is not found first, but {found.get_attribute('href')}")
+    return errors
+
+
+def main() -> int:
+    """Prints what is wrong."""
+    site = pathlib.Path(sys.argv[1]).resolve()
+    files = [file for file in sorted(site.rglob("*.html")) if file.relative_to(site).parts[0] not in LEFT_OUT]
+    errors = [] if files else [f"{site} has no page"]
+    with sync_playwright() as playwright:
+        # Without a sandbox of its own, which it lacks the rights for as root; it opens this site alone.
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        for scheme in ("light", "dark"):
+            page = browser.new_page(viewport={"width": 360, "height": 800}, color_scheme=scheme)
+            errors += [f"{scheme}: {error}" for file in files for error in look(page, site, file)]
+        errors += use(browser.new_page(viewport={"width": 1280, "height": 900}), site)
+        browser.close()
+    print("\n".join(errors), end="\n" if errors else "")
+    return 1 if errors else 0
+
+
+sys.exit(main())
