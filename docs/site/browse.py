@@ -28,9 +28,9 @@ def look(page: Page, site: pathlib.Path, file: pathlib.Path) -> list[str]:
     page.on("console", console)
     page.goto(file.as_uri())
     page.remove_listener("console", console)  # axe reads style sheets, which a page of a folder may not
-    width = page.evaluate("document.documentElement.scrollWidth")
-    if width > 360:
-        listen(f"is {width} pixels wide")
+    sideways = "[...document.querySelectorAll('html, .content')].some(e => e.scrollWidth > e.clientWidth)"
+    if page.evaluate(sideways):
+        listen("scrolls sideways")
     for fault in Axe().run(page).response["violations"]:
         if fault["impact"] in ("serious", "critical"):
             listen(f"{fault['help']}: {fault['nodes'][0]['html'][:120]}")
@@ -66,6 +66,7 @@ def main() -> int:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         for scheme in ("light", "dark"):
             page = browser.new_page(viewport={"width": 360, "height": 800}, color_scheme=scheme)
+            page.set_default_timeout(120000)
             errors += [f"{scheme}: {error}" for file in files for error in look(page, site, file)]
         errors += use(browser.new_page(viewport={"width": 1280, "height": 900}), site)
         browser.close()
