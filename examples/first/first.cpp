@@ -41,7 +41,7 @@ int main() {
   context.add_param(group, "w", w.data(), {3});
   for (int first = 0; first < 71; first += 32) {  // 32, 32 and 7 samples
     const int end = std::min(first + 32, 71);
-    const std::vector<float> dw = backward(first, end, w);  // your code: a mean over the micro-batch
+    const std::vector<float> dw = backward(first, end, w);  // your code: a mean over these
     context.accumulate({dw.data()}, end - first);
   }
   context.step();  // updates w as one batch of 71 would
