@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """browse SITE: what readers do, in headless Chromium and from the folder, without a server.
 
-At 360 pixels, light and dark: no page of guides and references scrolls sideways or prints an error, and axe finds nothing
-serious. Tabs switch, and the search finds a function.
+At 360 pixels, light and dark: no page of guides and references scrolls sideways or prints an error, and axe finds
+nothing serious. Tabs switch, and the search finds a function.
 """
 
 from __future__ import annotations
@@ -22,19 +22,15 @@ def look(page: Page, site: pathlib.Path, file: pathlib.Path) -> list[str]:
     """What is wrong with a page."""
     name = file.relative_to(site)
     errors: list[str] = []
-    listen = lambda error: errors.append(f"{name}: {error}")  # noqa: E731
-    page.on("pageerror", listen)
-    console = lambda message: message.type == "error" and listen(message.text)  # noqa: E731
-    page.on("console", console)
+    page.on("pageerror", lambda error: errors.append(f"{name}: {error}"))
+    page.on("console", lambda message: message.type == "error" and errors.append(f"{name}: {message.text}"))
     page.goto(file.as_uri())
-    page.remove_listener("console", console)  # axe reads style sheets, which a page of a folder may not
-    sideways = "[...document.querySelectorAll('html, .content')].some(e => e.scrollWidth > e.clientWidth)"
-    if page.evaluate(sideways):
-        listen("scrolls sideways")
-    for fault in Axe().run(page).response["violations"]:
+    if page.evaluate("[...document.querySelectorAll('html, .content')].some(e => e.scrollWidth > e.clientWidth)"):
+        errors.append(f"{name}: scrolls sideways")
+    # Without preload, in which axe would read style sheets, as a page of a folder may not.
+    for fault in Axe().run(page, options={"preload": False}).response["violations"]:
         if fault["impact"] in ("serious", "critical"):
-            listen(f"{fault['help']}: {fault['nodes'][0]['html'][:120]}")
-    page.remove_listener("pageerror", listen)
+            errors.append(f"{name}: {fault['help']}: {fault['nodes'][0]['html'][:120]}")
     return errors
 
 
@@ -65,9 +61,11 @@ def main() -> int:
         # Without a sandbox of its own, which it lacks the rights for as root; it opens this site alone.
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         for scheme in ("light", "dark"):
-            page = browser.new_page(viewport={"width": 360, "height": 800}, color_scheme=scheme)
-            page.set_default_timeout(120000)
-            errors += [f"{scheme}: {error}" for file in files for error in look(page, site, file)]
+            window = browser.new_context(viewport={"width": 360, "height": 800}, color_scheme=scheme)
+            window.set_default_timeout(120000)
+            for file in files:
+                with window.new_page() as page:
+                    errors += [f"{scheme}: {error}" for error in look(page, site, file)]
         errors += use(browser.new_page(viewport={"width": 1280, "height": 900}), site)
         browser.close()
     print("\n".join(errors), end="\n" if errors else "")
