@@ -17,6 +17,7 @@ import pytest
 import ranks
 import torch
 from fsdp import Cut, mean
+from gradaccum.torch._communicator import Exchange, Kind
 from gradaccum.torch._parts import box_of, shards_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -315,6 +316,15 @@ def other_meshes(rank: int) -> None:
     cut.optimizer(data_mesh=cut.data if rank else ())
 
 
+def long_messages(rank: int) -> None:
+    """What does not fit into the first frame follows it."""
+    exchange = Exchange()
+    for sizes in ((0, 5000), (2031, 2033), (2032, 2032), (9000, 1)):
+        found = exchange.gather(Kind.VOTE, bytes([rank]) * sizes[rank])
+        assert found == [bytes([other]) * size for other, size in enumerate(sizes)], sizes
+    raise ArithmeticError("all arrived")
+
+
 # ---- State
 
 
@@ -399,6 +409,7 @@ REFUSED: dict[Case, tuple[type[Exception] | tuple[type[Exception], ...], str]] =
     other_rate: (RuntimeError, r"lr of group 0 was 0\.5 on rank 0 and 1\.5 on rank 1: replicas would go apart"),
     other_steps: (RuntimeError, "accum_steps was 2 on rank 0 and 3 on rank 1"),
     other_meshes: (ga.Error, "data_ranks is 2 on rank 1, but 1 on rank 0"),
+    long_messages: (ArithmeticError, "all arrived"),
     same_path: (ga.Error, 'ranks 0 and 1 gave the same path, "both.safetensors"'),
     state_of_another_rank: ((ValueError, RuntimeError), r"of the state dictionary is of {'rank': 0, 'ranks': 2}, expect"),
     state_of_a_process_alone: (ValueError, r'"gradaccum" of the state dictionary is of a process alone, expected {.rank'),
