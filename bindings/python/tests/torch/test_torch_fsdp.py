@@ -232,6 +232,23 @@ def through_files(rank: int, count: int, folder: str) -> Any:
     return resumed(rank, count, lambda old: old.save(path), lambda new, _: new.load(path), copies=False)
 
 
+def of_the_whole(rank: int, count: int, _: str) -> Any:
+    """The state that torch's own optimizer has in one process, of which each rank takes its part."""
+    cut = Cut("fsdp", rank, count)
+    optimizer = cut.optimizer()
+    for step in range(2):
+        window(cut, optimizer, step)
+    state = optimizer.state_dict()
+    del state["gradaccum"]
+    for of in state["state"].values():
+        of.update({key: fsdp.whole(value) for key, value in of.items()})
+    other = Cut("fsdp", rank, count)
+    other.net.load_state_dict(cut.net.state_dict())
+    new = other.optimizer()
+    new.load_state_dict(state)
+    return train(other, new, first=2)
+
+
 def through_one_path(rank: int, count: int, folder: str) -> Any:
     """Four ranks save in the middle of a window; any ranks go on."""
     cut = Cut("fsdp", rank, count)
@@ -484,8 +501,8 @@ def documented(rank: int, count: int, _: str) -> Any:
 
 TWO: list[Case] = [
     sharded, offloaded, added_by_the_framework, from_grad, by_micro_batch, sum_by_backward, as_it_is, kept_back, scaled,
-    skipped, discarded, averaged, in_groups, state_of, through_a_dictionary, through_files, through_one_path,
-    to_other_ranks, taken_over,
+    skipped, discarded, averaged, in_groups, state_of, through_a_dictionary, through_files, of_the_whole,
+    through_one_path, to_other_ranks, taken_over,
 ]  # fmt: skip
 FOUR: list[Case] = [
     sharded, hybrid, tensor_parallel, both, from_grad, as_it_is, skipped, state_of, through_files, through_one_path,

@@ -328,11 +328,6 @@ def long_messages(rank: int) -> None:
 # ---- State
 
 
-def same_path(rank: int) -> None:
-    _, optimizer = sharded(rank)
-    optimizer.save("both.safetensors")
-
-
 def state_of_another_rank(rank: int) -> None:
     _, optimizer = sharded(rank)
     state = optimizer.state_dict()
@@ -353,15 +348,6 @@ def state_in_other_parts(rank: int) -> None:
     del state["gradaccum"]
     of = state["state"][0]
     of["exp_avg"] = of["exp_avg"].redistribute(placements=[Replicate()])
-    optimizer.load_state_dict(state)
-
-
-def state_of_the_whole(rank: int) -> None:
-    cut, optimizer = sharded(rank)
-    state = optimizer.state_dict()
-    del state["gradaccum"]
-    of = state["state"][0]
-    of["exp_avg"] = of["exp_avg"].full_tensor()
     optimizer.load_state_dict(state)
 
 
@@ -410,11 +396,9 @@ REFUSED: dict[Case, tuple[type[Exception] | tuple[type[Exception], ...], str]] =
     other_steps: (RuntimeError, "accum_steps was 2 on rank 0 and 3 on rank 1"),
     other_meshes: (ga.Error, "data_ranks is 2 on rank 1, but 1 on rank 0"),
     long_messages: (ArithmeticError, "all arrived"),
-    same_path: (ga.Error, 'ranks 0 and 1 gave the same path, "both.safetensors"'),
     state_of_another_rank: ((ValueError, RuntimeError), r"of the state dictionary is of {'rank': 0, 'ranks': 2}, expect"),
     state_of_a_process_alone: (ValueError, r'"gradaccum" of the state dictionary is of a process alone, expected {.rank'),
     state_in_other_parts: (ValueError, r'the state of parameter "table.weight" is a DTensor of \[Replicate\(\)\] on Dev'),
-    state_of_the_whole: (ga.Error, r'"table.weight.exp_avg" is \[7, 6\] in the file, but \[[34], 6\] here'),
 }  # fmt: skip
 
 
