@@ -3,6 +3,7 @@
 
 import collections
 import copy
+import pathlib
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +13,8 @@ import gradaccum.torch as gt
 import pytest
 import torch
 from conftest import Task, close, train
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 
 def parameter(*values: float) -> torch.nn.Parameter:
@@ -43,6 +46,43 @@ def test_state_is_walked_as_an_empty_one() -> None:
     with pytest.raises(KeyError):
         of_p["step"]
     assert set(optimizer.state_dict()["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_checkpoints_that_ask_for_a_first_state_make_no_step(tmp_path: pathlib.Path) -> None:
+    """Those of torch make a step with learning rates of 0, which is none of the run."""
+
+    def made() -> tuple[torch.nn.Module, Any]:
+        torch.manual_seed(0)
+        net = torch.nn.Linear(3, 2)
+        return net, gt.AdamW(net.parameters(), lr=0.1)
+
+    def steps_of(net: torch.nn.Module, optimizer: Any, steps: int) -> None:
+        for k in range(steps):
+            optimizer.backward(net(torch.full((2, 3), k + 1.0)).square().sum())
+            optimizer.step()
+
+    net, optimizer = made()
+    before = copy.deepcopy(net.state_dict())
+    _, state = get_state_dict(net, optimizer)
+    assert optimizer.context.window.steps == 0
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert not state["state"]["weight"]["exp_avg"].any() and state["state"]["weight"]["step"] == 0
+
+    steps_of(net, optimizer, 2)
+    optimizer.backward(net(torch.ones(2, 3)).sum())
+    of_net, state = get_state_dict(net, optimizer)
+    assert optimizer.context.window.micro_batches == 1, "an open window stays"
+    optimizer.discard()
+    checkpoint.save({"net": of_net, "optimizer": state}, checkpoint_id=tmp_path)
+    steps_of(net, optimizer, 1)
+
+    other, new = made()
+    of_net, state = get_state_dict(other, new)
+    checkpoint.load({"net": of_net, "optimizer": state}, checkpoint_id=tmp_path)
+    set_state_dict(other, new, model_state_dict=of_net, optim_state_dict=state)
+    steps_of(other, new, 1)
+    assert new.context.window.steps == 3
+    assert all(torch.equal(value, net.state_dict()[name]) for name, value in other.state_dict().items())
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from ._parameters import Parameters
 from ._ranks import Alone, Call, ranks_of
 from ._runtime import autograd_is_compiled, has_own_openmp
 from ._slots import Slot, add, address_of, fits, flat, is_sparse, like
-from ._state import State, refuse
+from ._state import State, is_asked_for, refuse
 from ._state_dict import by_index, from_torch, take_from_torch, take_group, to_torch
 from ._streams import streams_of
 
@@ -128,6 +128,7 @@ class Optimizer(torch.optim.Optimizer):
         self._is_scaled = False  # whether scale_loss() was called since the last micro-batch
         self._is_explicit = False  # whether a micro-batch of this window came otherwise than by step()
         self._no_state = State()
+        self._is_asked_for = False  # what the state is before a first gradient: see is_asked_for()
         self._packed_state: defaultdict[Tensor, Any] | None = None  # while torch packs a state dictionary
         self.result: StepResult | None = None
         if self._param_options.gradient_dtype not in (0, None):
@@ -149,7 +150,6 @@ class Optimizer(torch.optim.Optimizer):
         self._ranks = ranks_of(
             config, tensors, ddp=ddp, data_mesh=data_mesh, reduced=reduced, distributed=distributed, eager=self._eager
         )
-        self._no_state = self._ranks.state()
         self._drops = config.nonfinite == Nonfinite.DROP_MICRO
         # Whether parameters may be written before step().
         self._writes_ahead = config.nonfinite == Nonfinite.IGNORE or self._param_options.write_early
@@ -416,6 +416,9 @@ class Optimizer(torch.optim.Optimizer):
 
         With accum_steps, a window ends when it is full; until then, step() returns without one.
         """
+        if is_asked_for():
+            self._is_asked_for = True
+            return None
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -485,7 +488,8 @@ class Optimizer(torch.optim.Optimizer):
                 "zero_grad() was called in a micro-batch after its backward, but drops nothing of it: an exception "
                 "drops the micro-batch, and discard() the window"
             )
-        if self._open is None and self._context is not None and self.context.window.micro_batches > 0:
+        within = self._open is None and self._context is not None and self.context.window.micro_batches > 0
+        if within and not is_asked_for():
             self._habits.zeroes(any(tensor.grad is not None for tensor in self._parameters.tensors))
         super().zero_grad(set_to_none)
 
@@ -570,7 +574,9 @@ class Optimizer(torch.optim.Optimizer):
         data = self.context.save_bytes(StateOptions(parts=StateParts.LIBRARY))
         header, arrays = state_file.split(data)
         steps = self.context.window.steps
-        state = to_torch(arrays, self._parameters.slots, None if self._kind.counts_steps else steps)
+        state = to_torch(
+            arrays, self._parameters.slots, None if self._kind.counts_steps else steps, from_the_start=self._is_asked_for
+        )
         self._packed_state = state
         try:
             packed = super().state_dict()

@@ -20,8 +20,6 @@ class Whole:
 
     is_cut = False
     """Whether ranks have different elements of the parameter."""
-    has_state = False
-    """Whether a state dictionary has the state of a parameter before its first gradient, as resharding needs it."""
 
     def where(self) -> str:
         """In messages: on which ranks it is."""
@@ -68,9 +66,6 @@ def local_of(tensor: Tensor) -> Tensor:
 
 class Part(Whole):
     """A parameter that is a DTensor."""
-
-    has_state = True
-    """Resharding needs it."""
 
     def __init__(self, tensor: Tensor, name: str) -> None:
         source: Any = tensor

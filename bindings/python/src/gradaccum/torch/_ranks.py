@@ -16,7 +16,6 @@ from torch import Tensor
 from .. import Config, Context, Reduced
 from ._parts import WHOLE, Whole, is_part
 from ._slots import Slot
-from ._state import State
 
 Statistics = tuple[int, Tensor, Tensor]
 """Of what a layer of batch normalisation has seen: the count, the mean and M2 of each channel."""
@@ -89,10 +88,6 @@ class Alone:
     def vote(self, work: Callable[[], Result]) -> Result:
         """What work() returns. If it raises on one rank of those that meet, it raises on all of them."""
         return work()
-
-    def state(self) -> State:
-        """What ``optimizer.state`` is."""
-        return State()
 
     def mark(self) -> dict[str, Any]:
         """What a state dictionary says of the rank that it belongs to."""

@@ -21,7 +21,6 @@ from ._communicator import Exchange, Kind
 from ._parts import WHOLE, Part, Whole, is_part
 from ._ranks import Call, Meeting, Result, Values, listed
 from ._slots import Slot
-from ._state import State, StateOfParts
 
 
 class Sharded(Meeting):
@@ -137,10 +136,6 @@ class Sharded(Meeting):
             if other:
                 raise RuntimeError(f"rank {rank} has failed, so that no rank goes on: {other.decode()}")
         return result
-
-    def state(self) -> State:
-        """One that torch.distributed.checkpoint takes for a state that is there."""
-        return StateOfParts()
 
     def mark(self) -> dict[str, Any]:
         """This rank, and how many there are."""

@@ -31,14 +31,20 @@ def of_torch(names: Iterable[str], slots: list[Slot]) -> list[tuple[str, Slot, s
     return found
 
 
-def to_torch(arrays: dict[str, Tensor], slots: list[Slot], steps: int | None) -> defaultdict[Tensor, Any]:
-    """Takes torch's state out of the arrays. steps: of the context, where parameters do not count their own."""
+def to_torch(
+    arrays: dict[str, Tensor], slots: list[Slot], steps: int | None, *, from_the_start: bool
+) -> defaultdict[Tensor, Any]:
+    """Takes torch's state out of the arrays.
+
+    steps: of the context, where parameters do not count their own. from_the_start: also that before a first gradient.
+    """
     state: defaultdict[Tensor, Any] = defaultdict(dict)
-    _add_first_state(arrays, slots)
+    if from_the_start:
+        _add_first_state(arrays, slots)
     began = {key.removesuffix(".step") for key, array in arrays.items() if key.endswith(".step") and int(array)}
     for key, slot, name in of_torch(list(arrays), slots):
         array = arrays[key]
-        if steps is None and slot.own.name not in began and not slot.part.has_state:
+        if steps is None and slot.own.name not in began and not from_the_start:
             continue  # torch has no state of a parameter that had no gradient yet
         if steps is not None:
             state[slot.tensor]["step"] = torch.tensor(float(steps))
@@ -53,9 +59,9 @@ def to_torch(arrays: dict[str, Tensor], slots: list[Slot], steps: int | None) ->
 
 
 def _add_first_state(arrays: dict[str, Tensor], slots: list[Slot]) -> None:
-    """Adds the state before a first gradient, which files do not have, where resharding needs it."""
+    """Adds the state before a first gradient, which files do not have."""
     for slot in slots:
-        if not slot.part.has_state or f"{slot.own.name}.step" in arrays:
+        if f"{slot.own.name}.step" in arrays:
             continue
         for info in slot.own.states:
             value: Any = slot.own.get_state(info.name)
