@@ -282,8 +282,6 @@ def test_early_copies_of_16_bits() -> None:
 
 def test_what_cannot_go_ahead_is_refused(task: Task) -> None:
     net = task.net()
-    with pytest.raises(ValueError, match="under ddp= gradients are not complete until the end of backward"):
-        gt.AdamW(net.parameters(), ddp=net, eager=True)
     with pytest.raises(ga.Error, match="eager_bytes"):
         gt.AdamW(net.parameters(), eager=True, config=ga.Config(eager_bytes=-1))
 

@@ -14,7 +14,7 @@ import contextlib
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,10 @@ from ._hooks import Told
 from ._ranks import Call, Meeting, Statistics, joined, listed
 from ._slots import Slot
 
+if TYPE_CHECKING:
+    from ._optimizer import Optimizer
+
+_OWN = "gradaccum.torch._ddp_eager"
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
 _MEANS = {  # hooks of torch that give the mean over the ranks, up to their rounding
     "allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "fp16_compress_wrapper_hook",
@@ -35,14 +39,8 @@ _MEANS = {  # hooks of torch that give the mean over the ranks, up to their roun
 class Ranks(Meeting):
     """The processes of a DistributedDataParallel."""
 
-    reduces = True
-    """Gradients are reduced."""
     whose = " of ddp"
     """In messages."""
-    against_eager = (
-        "under ddp= gradients are not complete until the end of backward, which reduces them: nothing is left to overlap"
-    )
-    """Backward reduces gradients at its end."""
 
     def __init__(self, ddp: torch.nn.Module, config: Config) -> None:
         module: Any = getattr(ddp, "_orig_mod", ddp)  # of torch.compile
@@ -130,6 +128,8 @@ class Ranks(Meeting):
         self._hooks = len(self._ddp._comm_hooks)
         for hook, _ in self._ddp._comm_hooks:
             name = getattr(hook, "__name__", type(hook).__name__)
+            if getattr(hook, "__module__", "") == _OWN:
+                continue
             if not getattr(hook, "__module__", "").startswith(_HOOKS):
                 warnings.warn(
                     f"the communication hook {name} of ddp must give every rank the mean of the ranks' gradients, "
@@ -171,8 +171,11 @@ class Ranks(Meeting):
 
     # ---- Micro-batches and steps
 
+    def opens(self, tells_ready: bool) -> bool:
+        return False
+
     @contextlib.contextmanager
-    def micro_batch(self, weight: float) -> Iterator[None]:
+    def micro_batch(self, weight: float, owner: Optimizer | None) -> Iterator[None]:
         """Backwards of which the weight of this rank is known before."""
         self._weight, self._weights, self._share = float(weight), None, 1.0
         try:

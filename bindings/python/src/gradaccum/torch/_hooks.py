@@ -54,3 +54,11 @@ class Taker(Told["Optimizer"]):
         owner._streams.keep([tensor.grad])
         tensor.grad = None
         owner._tell_ready(slot)
+
+
+def take_gradients(owner: Optimizer) -> None:
+    """Has gradients go to the open micro-batch of an optimizer as backward makes them."""
+    for slot in owner._parameters.slots:
+        if slot.hook is None and slot.tensor.requires_grad:
+            register: Any = slot.tensor.register_post_accumulate_grad_hook
+            slot.hook = register(Taker(owner, slot))

@@ -22,7 +22,6 @@ from .. import (
 )  # fmt: skip
 from . import _state_file as state_file
 from ._habits import Habits, warn
-from ._hooks import Taker
 from ._kinds import Kind
 from ._layers import Layers
 from ._parameters import Parameters
@@ -80,7 +79,8 @@ class Optimizer(torch.optim.Optimizer):
     left, with the same bits. The last micro-batch is the one that fills accum_steps, or that of
     ``opt.backward(loss, last=True)``. A parameter waits for ``step`` until an earlier micro-batch has given it its
     gradient in one piece. One that gets several pieces always waits, since no hook can tell the last piece: if a
-    micro-batch has several backwards, or reentrant checkpoints share the parameter.
+    micro-batch has several backwards, or reentrant checkpoints share the parameter. Under ddp=, a parameter is updated
+    when its bucket is reduced, which needs the communication hook that a DistributedDataParallel can have.
     """
 
     _step_supports_amp_scaling = True  # a GradScaler sets grad_scale and found_inf for step()
@@ -147,10 +147,11 @@ class Optimizer(torch.optim.Optimizer):
                 "gradient_life was LIVE, but gradients of torch are freed as soon as they are taken"
             )
         self._eager = eager or config.eager
-        self._ranks = ranks_of(
-            config, tensors, ddp=ddp, data_mesh=data_mesh, reduced=reduced, distributed=distributed, eager=self._eager
-        )
         self._drops = config.nonfinite == Nonfinite.DROP_MICRO
+        self._ranks = ranks_of(
+            config, tensors, ddp=ddp, data_mesh=data_mesh, reduced=reduced, distributed=distributed,
+            eager=self._eager, clip=clip,
+        )  # fmt: skip
         # Whether parameters may be written before step().
         self._writes_ahead = config.nonfinite == Nonfinite.IGNORE or self._param_options.write_early
         changes: dict[str, Any] = {"accum_steps": 0 if accum_steps is None else accum_steps, "eager": self._eager}
@@ -172,8 +173,8 @@ class Optimizer(torch.optim.Optimizer):
             self._parameters.add(self.context, group, self._ranks)
         self._ranks.agree(Call.CREATE, lambda: {
             **{key: value for key, value in vars(config).items() if key not in _OF_ONE_RANK},
-            "kind": kind, "accum_steps": accum_steps, "clip": clip, "loss_scaler": loss_scaler, "ema": ema,
-            "param_options": param_options,
+            "eager": self._eager, "kind": kind, "accum_steps": accum_steps, "clip": clip, "ema": ema,
+            "loss_scaler": loss_scaler, "param_options": param_options,
             "params": [(slot.own.name, tuple(slot.shape), slot.dtype) for slot in self._parameters.slots],
         })  # fmt: skip
         self._ranks.connect()
@@ -223,8 +224,9 @@ class Optimizer(torch.optim.Optimizer):
         An exception drops the micro-batch; if some of it is in the window already, it drops the window and
         says so in a note. If eager has updated parameters in place by then, the window cannot be dropped: a note
         says so, and ``step`` ends it with the gradients that it has. Under ddp=, gradients are taken at the end,
-        after the reduction, and each backward follows a forward of its own. With data_mesh=, a weight other than 1
-        needs ``Config(gradient_kind=GradientKind.SUM)``, and losses that the program has multiplied by it.
+        after the reduction, or with eager in the last micro-batch when their bucket is reduced, and each backward
+        follows a forward of its own. With data_mesh=, a weight other than 1 needs
+        ``Config(gradient_kind=GradientKind.SUM)``, and losses that the program has multiplied by it.
         """
         return self._micro_batch(float(weight), last)  # which a program may have as a tensor
 
@@ -237,9 +239,10 @@ class Optimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 "a parameter has a .grad of an earlier backward: call zero_grad() or accumulate() first"
             )
-        if self._ranks.reduces:
+        tells_ready = self._eager and (last or self._is_last())
+        if not self._ranks.opens(tells_ready):
             try:
-                with self._ranks.micro_batch(weight):
+                with self._ranks.micro_batch(weight, None):
                     yield
                 self._take(weight, None, last)
             except BaseException:
@@ -254,20 +257,18 @@ class Optimizer(torch.optim.Optimizer):
                 "accumulate() instead"
             )
         self._begin()
-        self._ranks.open(weight, is_weighed)
-        self._tells_ready = self._eager and (last or self._is_last())
-        if self._tells_ready:
+        own = weight
+        weight, loss_scale = self._ranks.open(own, is_weighed)
+        self._tells_ready = tells_ready
+        if tells_ready:
             self._push()  # updates begin before step()
-        for slot in self._parameters.slots:
-            if slot.hook is None and slot.tensor.requires_grad:
-                register: Any = slot.tensor.register_post_accumulate_grad_hook
-                slot.hook = register(Taker(self, slot))
-        micro = self.context.micro_batch(weight, options=_options(last))
+        micro = self.context.micro_batch(weight, options=_options(last, loss_scale))
         try:
             with micro:
                 self._open = micro
                 try:
-                    yield
+                    with self._ranks.micro_batch(own, self):
+                        yield
                     _ = self.context  # back from the streams of the hooks
                     for slot in self._parameters.slots:  # of parameters that had no hook when it was opened
                         if slot.tensor.grad is not None:
@@ -288,7 +289,7 @@ class Optimizer(torch.optim.Optimizer):
                         slot.gradients = 0
         except BaseException as error:
             # A micro-batch stays open if it cannot be dropped, since parameters were updated in place.
-            if self._tells_ready and not self.context.closed and self.context.window.open_micro >= 0:
+            if tells_ready and not self.context.closed and self.context.window.open_micro >= 0:
                 micro.end()
                 error.add_note("The micro-batch was ended as it was: step() ends the window.")
             raise
@@ -353,7 +354,6 @@ class Optimizer(torch.optim.Optimizer):
 
     def _begin(self, *, counted: bool = False) -> None:
         """Before a micro-batch: at the start of a window, sees whether parameters have moved or changed."""
-        self._ranks.begin()
         is_first = self.context.window.micro_batches == 0
         self._habits.begins(is_first)
         self._is_explicit = not counted or (self._is_explicit and not is_first)
@@ -381,6 +381,7 @@ class Optimizer(torch.optim.Optimizer):
             raise RuntimeError("a micro-batch is open: its gradients are taken by backward")
         weight = float(weight)
         is_scaled = loss_scale is not None
+        self._ranks.begin()
         self._begin(counted=counted)
         self._habits.gathers(self._parameters.tensors)
         weight, loss_scale = self._ranks.take(weight, loss_scale)
@@ -573,10 +574,8 @@ class Optimizer(torch.optim.Optimizer):
         self._push()
         data = self.context.save_bytes(StateOptions(parts=StateParts.LIBRARY))
         header, arrays = state_file.split(data)
-        steps = self.context.window.steps
-        state = to_torch(
-            arrays, self._parameters.slots, None if self._kind.counts_steps else steps, from_the_start=self._is_asked_for
-        )
+        steps = None if self._kind.counts_steps else self.context.window.steps
+        state = to_torch(arrays, self._parameters.slots, steps, from_the_start=self._is_asked_for)
         self._packed_state = state
         try:
             packed = super().state_dict()

@@ -8,14 +8,18 @@ import enum
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
-from .. import Config, Context, Reduced
+from .. import Clip, Config, Context, Reduced
+from ._hooks import take_gradients
 from ._parts import WHOLE, Whole, is_part
 from ._slots import Slot
+
+if TYPE_CHECKING:
+    from ._optimizer import Optimizer
 
 Statistics = tuple[int, Tensor, Tensor]
 """Of what a layer of batch normalisation has seen: the count, the mean and M2 of each channel."""
@@ -35,8 +39,6 @@ _NO_MESH = (
 class Alone:
     """A process that trains by itself: nothing is reduced. What Ranks does for several processes."""
 
-    reduces = False
-    """Whether gradients are reduced over several processes."""
     count = 1
     """Of the ranks whose weights a micro-batch has."""
     may_wait = False
@@ -62,10 +64,18 @@ class Alone:
         """The parameters of the constructor have been added."""
 
     def begin(self) -> None:
-        """A micro-batch is about to be taken."""
+        """A micro-batch is about to be taken from ``.grad``."""
 
-    def open(self, weight: float, is_weighed: bool) -> None:
-        """A micro-batch is about to be opened, of the losses of weigh() or others, which give the library gradients."""
+    def opens(self, tells_ready: bool) -> bool:
+        """Whether the next micro-batch takes gradients as backward makes them, and not from .grad at its end."""
+        return True
+
+    def open(self, weight: float, is_weighed: bool) -> tuple[float, float | None]:
+        """A micro-batch is about to be opened, of the losses of weigh() or others.
+
+        Returns the weight and the loss scale that the library is told.
+        """
+        return weight, None
 
     def weigh(self, loss: Tensor, weight: float) -> Tensor:
         """The loss of a micro-batch of that weight, as it is to go backward."""
@@ -94,8 +104,13 @@ class Alone:
         return {}
 
     @contextlib.contextmanager
-    def micro_batch(self, weight: float) -> Iterator[None]:
-        """Backwards of which the weight is known before."""
+    def micro_batch(self, weight: float, owner: Optimizer | None) -> Iterator[None]:
+        """Backwards of which the weight is known before.
+
+        Their gradients go to the open micro-batch of owner, if there is one.
+        """
+        if owner is not None:
+            take_gradients(owner)
         yield
 
 
@@ -139,8 +154,6 @@ class Meeting(Alone):
 
     whose = ""
     """In messages: of what they are the ranks."""
-    against_eager = ""
-    """Why parameters cannot be updated while backward runs."""
     _context: Context
 
     def join(self, context: Context) -> None:
@@ -218,9 +231,12 @@ def listed(weights: Sequence[float]) -> str:
 
 def ranks_of(
     config: Config, tensors: Sequence[Tensor], *, ddp: torch.nn.Module | None, data_mesh: Any, reduced: Reduced | None,
-    distributed: bool, eager: bool,
+    distributed: bool, eager: bool, clip: Clip | None,
 ) -> Alone:  # fmt: skip
-    """The processes that train together with this one, whose optimizer has these parameters."""
+    """The processes that train together with this one, whose optimizer has these parameters.
+
+    eager: parameters may be updated before the end of backward.
+    """
     if data_mesh is not None:
         if ddp is not None:
             raise ValueError("ddp and data_mesh were given, but gradients are reduced by one of them alone")
@@ -231,10 +247,13 @@ def ranks_of(
         raise ValueError("reduced was given without data_mesh, over which gradients are reduced")
     if any(map(is_part, tensors)):
         raise ValueError(_NO_MESH)
+    if ddp is not None and eager:
+        from ._ddp_eager import eager_ranks
+
+        return eager_ranks(ddp, config, clip)
     if ddp is not None:
         from ._ddp import Ranks
 
-        _check_eager(eager, Ranks)
         return Ranks(ddp, config)
     world = torch.distributed.is_available() and torch.distributed.is_initialized()
     if world and torch.distributed.get_world_size() > 1 and distributed:
@@ -243,8 +262,3 @@ def ranks_of(
             "DistributedDataParallel, or distributed=False for processes that train apart"
         )
     return Alone()
-
-
-def _check_eager(eager: bool, kind: type[Meeting]) -> None:
-    if eager:
-        raise ValueError(f"eager was True, but {kind.against_eager}")

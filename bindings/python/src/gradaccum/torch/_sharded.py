@@ -89,11 +89,12 @@ class Sharded(Meeting):
         """The loss times its weight, unless the program has multiplied it."""
         return loss if self._sums or weight == 1 else loss * weight
 
-    def open(self, weight: float, is_weighed: bool) -> None:
+    def open(self, weight: float, is_weighed: bool) -> tuple[float, float | None]:
         """Meets the others. Raises if the losses have weights that they were not multiplied by."""
         weights = self._meet(Call.BACKWARD if is_weighed else Call.MICRO_BATCH, weight)
         if not is_weighed:
             self._check_weights("micro_batch()", weights)
+        return weight, None
 
     def take(self, weight: float, loss_scale: float | None) -> tuple[float, float | None]:
         """Meets the others. Raises if the gradients have weights that their losses were not multiplied by."""
