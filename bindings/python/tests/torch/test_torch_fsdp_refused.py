@@ -344,6 +344,8 @@ def state_of_a_process_alone(rank: int) -> None:
 
 def state_in_other_parts(rank: int) -> None:
     cut, optimizer = sharded(rank)
+    optimizer.backward(loss_of(cut))
+    optimizer.step()
     state = optimizer.state_dict()
     del state["gradaccum"]
     of = state["state"][0]
@@ -360,7 +362,7 @@ REFUSED: dict[Case, tuple[type[Exception] | tuple[type[Exception], ...], str]] =
     no_parts: (ValueError, r"data_mesh was given, but no parameter is a DTensor, as those of fully_shard\(\) are"),
     only_reduced: (ValueError, "reduced was given without data_mesh, over which gradients are reduced"),
     no_device_mesh: (TypeError, r"data_mesh was a int, expected a DeviceMesh, or \(\) for no data parallelism"),
-    eager_on_one: (ga.Error, "eager is 1 on rank 1, but 0 on rank 0"),
+    eager_on_one: (RuntimeError, "eager was False on rank 0 and True on rank 1: replicas would go apart"),
     not_distributed: (ValueError, "distributed was False, but with data_mesh= the ranks train one model together"),
     elsewhere: (ValueError, r"a parameter was on meta, but .* on the CPU: fully_shard\(\.\.\., offload_policy=CPUOff"),
     plain: (ValueError, r'parameter "1.weight" is no DTensor, but data_mesh has the ranks \[0, 1\], over which its grad'),
