@@ -11,7 +11,7 @@
 namespace ga {
 namespace {
 
-constexpr size_t kPiece = size_t{1} << 20;
+constexpr size_t kReadAtOnce = size_t{1} << 20;
 
 std::string micro_batches_name() { return std::string(kOurs) + "window.micro_batches"; }
 
@@ -193,14 +193,14 @@ int64_t AssembledFile::bytes_to_check() const {
 }
 
 void AssembledFile::check(const std::function<void(int64_t bytes)>& report) {
-  std::vector<char> buffer(kPiece);
+  std::vector<char> buffer(kReadAtOnce);
   for (const Made& made : made_)
     for (const Place& place : made.places) {
       Source& s = sources_[place.source];
       const safetensors::Tensor& t = tensor_of(place);
       s.file->seek(place.tensor);
       for (int64_t left = t.end - t.begin; left > 0;) {
-        const auto size = static_cast<size_t>(std::min<int64_t>(left, kPiece));
+        const auto size = static_cast<size_t>(std::min<int64_t>(left, kReadAtOnce));
         s.file->next(s.read, buffer.data(), size);
         left -= static_cast<int64_t>(size);
         report(static_cast<int64_t>(size));
@@ -307,7 +307,7 @@ void AssembledFile::read_source(size_t source, int64_t from, char* to, size_t si
   if (from < block.from || from + static_cast<int64_t>(size) > end()) {
     const int64_t left = s.file->data_begin() + s.file->data_bytes() - from;
     block.from = from;
-    block.bytes.resize(std::max(size, static_cast<size_t>(std::min<int64_t>(left, kPiece))));
+    block.bytes.resize(std::max(size, static_cast<size_t>(std::min<int64_t>(left, kReadAtOnce))));
     try {
       s.read(from, block.bytes.data(), block.bytes.size());
     } catch (...) {
