@@ -120,13 +120,20 @@ ga_status ga_save(ga_context* ctx, const char* path, const ga_state_options* opt
       const bool together = ctx->model.ranks->has_one_path("ga_save", path);
       ga::Checkpoint checkpoint(ctx->stages, o, "ga_save");
       checkpoint.gather(ready);
-      if (together) return ga::save_rank_files(ctx->model, checkpoint, path, o.note, ready);
-      if (ctx->model.ranks->rank() != 0) return checkpoint.save({}, ready);
+      const auto save = [&](ga::FileWriter& file, const ga::Ranks::Ready& votes) {
+        file.reserve(checkpoint.file_bytes());
+        checkpoint.save(
+            [&](int64_t offset, const void* data, size_t size) { file.write(offset, data, size); },
+            votes);
+      };
+      ga::Ranks& ranks = *ctx->model.ranks;
+      if (together)
+        return ga::save_rank_files(ranks, ga::OwnParts::of(ctx->model.params, ranks.samples()),
+                                   path, o.note, ready,
+                                   [&](ga::FileWriter& file) { save(file, {}); });
+      if (ranks.rank() != 0) return checkpoint.save({}, ready);
       ga::FileWriter file(path);
-      file.reserve(checkpoint.file_bytes());
-      checkpoint.save(
-          [&](int64_t offset, const void* data, size_t size) { file.write(offset, data, size); },
-          ready);
+      save(file, ready);
       file.commit();
     });
   });

@@ -453,7 +453,7 @@ Metadata Checkpoint::texts() {
   static constexpr const char* parts[] = {"all", "library", "parameters"};
   add("parts", parts[options_.parts]);
   if (options_.note) add("note", options_.note);
-  if (has_parts()) add("own_parts", OwnParts::of(model_).text());
+  if (has_parts()) add("own_parts", OwnParts::of(model_.params, model_.ranks->samples()).text());
   if (options_.parts == GA_STATE_PARAMETERS) return list;
   Backend& backend = *model_.backend;
   Control control = model_.progress.control();

@@ -19,6 +19,7 @@
 
 #include "batchnorm/batchnorm.hpp"
 #include "checkpoint/assembled_file.hpp"
+#include "checkpoint/rank_files.hpp"
 #include "core/error.hpp"
 #include "files/fields.hpp"
 #include "files/state_file.hpp"
@@ -51,9 +52,6 @@ class Problems {
   std::string text_;
   size_t count_ = 0, left_out_ = 0;
 };
-
-// Opens a file of that name beside another one; size becomes that of it.
-using OpenBeside = std::function<ReadAt(const std::string& name, int64_t& size)>;
 
 class Checkpoint {
  public:

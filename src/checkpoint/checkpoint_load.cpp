@@ -9,7 +9,6 @@
 
 #include "batchnorm/batchnorm.hpp"
 #include "checkpoint/checkpoint.hpp"
-#include "checkpoint/rank_files.hpp"
 #include "core/error.hpp"
 #include "core/tensor.hpp"
 #include "files/names.hpp"
@@ -83,7 +82,7 @@ void Checkpoint::open_file(int64_t size, const ReadAt& read, const OpenBeside& o
   total_ = 2 * file_->data_bytes();
   const std::string* const parts = file_->find("own_parts");
   if (!is_index(*file_) && !parts && !has_parts()) return;
-  own_ = OwnParts::of(model_);
+  own_ = OwnParts::of(model_.params, model_.ranks->samples());
   std::vector<AssembledFile::Source> sources;
   if (is_index(*file_)) {
     if (!open)

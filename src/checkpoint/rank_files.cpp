@@ -5,8 +5,6 @@
 #include <charconv>
 
 #include "core/error.hpp"
-#include "files/disk.hpp"
-#include "model/model.hpp"
 
 namespace ga {
 namespace {
@@ -113,9 +111,8 @@ OpenBeside beside(const std::string& path) {
   };
 }
 
-void save_rank_files(const Model& model, Checkpoint& checkpoint, const char* path, const char* note,
-                     const Ranks::Ready& ready) {
-  Ranks& ranks = *model.ranks;
+void save_rank_files(Ranks& ranks, const OwnParts& own_parts, const char* path, const char* note,
+                     const Ranks::Ready& ready, const std::function<void(FileWriter&)>& save) {
   const size_t rank = ranks.place();
   const auto [folder, name] = split(path);
   if (name.empty())
@@ -124,15 +121,12 @@ void save_rank_files(const Model& model, Checkpoint& checkpoint, const char* pat
   ready();
   const std::string number =
       ranks.gather_texts("the number of the files", std::to_string(before.number + 1))[0];
-  RankFile own = {name + "." + number + ".rank" + std::to_string(rank), "",
-                  OwnParts::of(model).text()};
+  RankFile own = {name + "." + number + ".rank" + std::to_string(rank), "", own_parts.text()};
   const std::string own_path = folder + own.name;
   std::vector<std::string> texts;
   try {
     FileWriter file(own_path.c_str());
-    file.reserve(checkpoint.file_bytes());
-    checkpoint.save(
-        [&](int64_t offset, const void* data, size_t size) { file.write(offset, data, size); });
+    save(file);
     file.commit();
     int64_t size = 0;
     const ReadAt read = reading_of(own_path, size);

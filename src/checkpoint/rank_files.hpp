@@ -12,13 +12,19 @@
 #include <vector>
 
 #include "checkpoint/assembled_file.hpp"
-#include "checkpoint/checkpoint.hpp"
+#include "files/disk.hpp"
+#include "model/own_parts.hpp"
+#include "model/ranks.hpp"
 
 namespace ga {
 
-// In a call that all ranks make with this path. ready: as for Checkpoint::save().
-void save_rank_files(const Model& model, Checkpoint& checkpoint, const char* path, const char* note,
-                     const Ranks::Ready& ready);
+// In a call that all ranks make with this path. save(file) writes what this rank has, before commit(). ready: as in
+// Ranks::on_all_ranks().
+void save_rank_files(Ranks& ranks, const OwnParts& own, const char* path, const char* note,
+                     const Ranks::Ready& ready, const std::function<void(FileWriter&)>& save);
+
+// Opens a file of that name beside another one; size becomes that of it.
+using OpenBeside = std::function<ReadAt(const std::string& name, int64_t& size)>;
 
 inline bool is_index(const StateReader& file) { return file.find("files") != nullptr; }
 // Opens what an index names. Throws GA_ERROR_FORMAT if a file is not the one that was saved with the index.

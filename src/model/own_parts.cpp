@@ -6,7 +6,7 @@
 
 #include "core/error.hpp"
 #include "core/tensor.hpp"
-#include "model/model.hpp"
+#include "model/param.hpp"
 
 namespace ga {
 
@@ -27,11 +27,11 @@ bool OwnPart::overlaps(const OwnPart& other) const {
   return true;
 }
 
-OwnParts OwnParts::of(const Model& model) {
-  OwnParts own = {model.ranks->samples(), {}};
-  for (size_t i = 0; i < model.params.size(); ++i) {
-    const Tensor& t = model.params.tensor(i);
-    const Param& p = model.params[i];
+OwnParts OwnParts::of(const ParamList& params, const Samples& samples) {
+  OwnParts own = {samples, {}};
+  for (size_t i = 0; i < params.size(); ++i) {
+    const Tensor& t = params.tensor(i);
+    const Param& p = params[i];
     if (t.removed) continue;
     const bool whole = t.part.whole.empty();
     own.parts[t.name] = {p.dtype,

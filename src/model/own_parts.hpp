@@ -10,7 +10,7 @@
 
 namespace ga {
 
-struct Model;
+class ParamList;
 
 // The elements [first, first + shape) of a parameter of shape `whole`.
 struct OwnPart {
@@ -37,7 +37,7 @@ struct OwnParts {
   Samples samples;
   std::map<std::string, OwnPart> parts;  // by name
 
-  static OwnParts of(const Model& model);
+  static OwnParts of(const ParamList& params, const Samples& samples);
   OwnParts whole() const;  // the same parameters, whole, of a context alone
   std::string text() const;
   // Throws GA_ERROR_FORMAT.

@@ -119,7 +119,7 @@ uint64_t OwnParameters::settings_digest() {
 
 bool OwnParameters::is_fresh() {
   if (!parts_known_) {
-    parts_ = digest_of(OwnParts::of(model_).text());
+    parts_ = digest_of(own_parts().text());
     parts_known_ = true;
   }
   return !has_agreed_ || parts_ != agreed_parts_;
@@ -228,7 +228,7 @@ bool OwnParameters::has_one_path(const char* what, const char* path) {
 // ---- Parts of parameters ----------------------------------------------------------------------------
 
 void OwnParameters::agree_on_parts(const char* what) {
-  const OwnParts own = OwnParts::of(model_);
+  const OwnParts own = own_parts();
   const std::vector<std::string> texts = gather_texts("parts of parameters", own.text());
   std::map<std::string, std::vector<PartOfRank>> all;
   for (size_t q = 0; q < texts.size(); ++q)

@@ -99,6 +99,7 @@ class OwnParameters final : public Ranks, private Agreement {
   void agree_on_parts(const char* what);
   void check_whole(const char* what, const std::string& name,
                    const std::vector<PartOfRank>& parts) const;
+  OwnParts own_parts() const { return OwnParts::of(model_.params, samples()); }
   bool is_fresh();
   bool is_anyone_fresh() const;  // of the last messages
   Items items() const;

@@ -172,6 +172,7 @@ class Ranks(Meeting):
     # ---- Micro-batches and steps
 
     def opens(self, tells_ready: bool) -> bool:
+        """Gradients are in .grad once they are reduced."""
         return False
 
     @contextlib.contextmanager

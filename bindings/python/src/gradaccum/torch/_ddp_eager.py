@@ -155,10 +155,12 @@ class EagerRanks(Ranks):
         self._used: set[int] = set()  # ids of parameters with a gradient of this rank in this backward
 
     def track(self, slots: Sequence[Slot]) -> None:
+        """Parameters have been added: their gradients are looked for in buckets."""
         super().track(slots)
         self._slots.update({id(slot.tensor): slot for slot in slots})
 
     def connect(self) -> None:
+        """Has DDP call the hook, which other optimizers of the module may have given it already."""
         if not self._ddp._comm_hooks:
             self._ddp.register_comm_hook(Buckets(self._ddp), reduce)
         self._buckets: Buckets = self._ddp._comm_hooks[0][1]
@@ -167,14 +169,17 @@ class EagerRanks(Ranks):
     # ---- Micro-batches
 
     def opens(self, tells_ready: bool) -> bool:
+        """Whether updates may begin within the next micro-batch, since earlier ones had one backward."""
         return tells_ready and self._is_whole is True
 
     def open(self, weight: float, is_weighed: bool) -> tuple[float, float | None]:
+        """Gathers the weights before backward, by which the library divides."""
         self._weights = self._meet(Call.MICRO_BATCH, weight)
         return self.take(weight, None)
 
     @contextlib.contextmanager
     def micro_batch(self, weight: float, owner: "Optimizer | None") -> Iterator[None]:
+        """Backwards of which the weight of this rank is known before; their buckets go to owner."""
         self._count = 0
         taking = None if owner is None or owner._open is None else Taking(owner, owner._open)
         self._taking = taking
@@ -202,6 +207,7 @@ class EagerRanks(Ranks):
     # ---- Hooks
 
     def reached(self, parameter: int, gradient: Tensor) -> Tensor | None:
+        """A gradient of this rank is there: notes what its bucket needs to know, and weighs it."""
         tensor = self._tracked[parameter]
         if self._is_ready:
             self._buckets.kept.clear()
