@@ -158,7 +158,7 @@ GA_API ga_status ga_save(ga_context* ctx, const char* path, const ga_state_optio
    these. An open window goes on: its weights go from data rank q of the save to data rank q modulo
    data_ranks, and sums of means over R ranks are multiplied by R / data_ranks, which is exact where
    that is a power of two. Keys of random bits stay those of the context then. GA_ERROR_INVALID_ARGUMENT:
-   the ranks had brought different numbers of micro-batches, and data_ranks is another.
+   the ranks had brought different numbers of micro-batches, and ranks or parts are others now.
    GA_ERROR_UNSUPPORTED: data-parallel ranks have saved it with open windows; an index comes from
    memory. */
 GA_API ga_status ga_load(ga_context* ctx, const char* path, const ga_state_options* options);

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <set>
+#include <utility>
 
 #include "core/error.hpp"
 #include "core/tensor.hpp"
@@ -55,6 +57,7 @@ void AssembledFile::add_param(const std::string& name, const OwnPart& part) {
     const OwnPart* part;
   };
   std::vector<Has> all;  // each part once
+  std::set<std::pair<std::vector<int64_t>, std::vector<int64_t>>> seen;
   for (size_t s = 0; s < sources_.size(); ++s) {
     const OwnPart* const theirs = sources_[s].own.find(name);
     if (!theirs) continue;
@@ -62,9 +65,7 @@ void AssembledFile::add_param(const std::string& name, const OwnPart& part) {
       fail(GA_ERROR_INVALID_ARGUMENT,
            "parameter \"%.200s\" is a part of one of shape %s in the file, but of shape %s here",
            name.c_str(), text_of(theirs->whole).c_str(), text_of(part.whole).c_str());
-    if (std::none_of(all.begin(), all.end(),
-                     [&](const Has& h) { return h.part->is_same(*theirs); }))
-      all.push_back({s, theirs});
+    if (seen.insert({theirs->first, theirs->shape}).second) all.push_back({s, theirs});
   }
   if (all.empty()) return;  // which the load finds
   // An empty part may have no state: what there is tells one that is not.
@@ -148,24 +149,17 @@ void AssembledFile::add_micro_batches() {
                    [&](const auto& names) { return names.count(name) > 0; }))
     return;
   const Samples &theirs = sources_[0].own.samples, &ours = here_.samples;
-  const bool alike = theirs.data_ranks == ours.data_ranks;
-  std::vector<double> all;
+  std::vector<double> all = micro_batches_of(0);
+  for (size_t k = 0; k < all.size(); k += 4) all[k] = 0;  // the weight
   for (int32_t r = 0; r < theirs.data_ranks; ++r) {
-    if (alike && r != ours.data_rank) continue;
     const std::vector<double> numbers = micro_batches_of(r);
-    if (all.empty()) {
-      all = numbers;
-      if (r % ours.data_ranks != ours.data_rank)
-        for (size_t k = 0; k < all.size(); k += 4) all[k] = 0;
-      continue;
-    }
     if (numbers.size() != all.size())
       fail(GA_ERROR_INVALID_ARGUMENT,
-           "its open window has %zu micro-batches on one rank and %zu on another, so that it goes "
-           "on only with as many data ranks as before, %d",
-           all.size() / 4, numbers.size() / 4, theirs.data_ranks);
-    if (r % ours.data_ranks == ours.data_rank)
-      for (size_t k = 0; k < all.size(); k += 4) all[k] += numbers[k];
+           "its open window has %zu micro-batches on one rank and %zu on another, so that only the "
+           "ranks that saved it go on with it, with the parts that they had",
+           all.size() / 4, numbers.size() / 4);
+    if (r % ours.data_ranks != ours.data_rank) continue;
+    for (size_t k = 0; k < all.size(); k += 4) all[k] += numbers[k];
   }
   gradient_scale_ = theirs.reduced_over / ours.reduced_over;
   const auto count = static_cast<int64_t>(all.size() / 4);

@@ -58,37 +58,25 @@ Index index_at(const char* path) noexcept {
   }
 }
 
-// A file of a rank, as the index names it: its name, what its header has as its checksum, and its parts.
-struct RankFile {
-  std::string name, header, parts;
-};
-
-// In front of each but the last, how many bytes it has.
-std::string text_of(const RankFile& file) {
-  return std::to_string(file.name.size()) + ' ' + std::to_string(file.header.size()) + ' ' +
-         file.name + file.header + file.parts;
-}
-RankFile rank_file_in(const std::string& text) {
-  const size_t a = text.find(' '), b = text.find(' ', a + 1) + 1;
-  const auto name = static_cast<size_t>(number_in(text.substr(0, a)));
-  const auto header = static_cast<size_t>(number_in(text.substr(a + 1, b - 2 - a)));
-  return {text.substr(b, name), text.substr(b + name, header), text.substr(b + name + header)};
+std::string name_of_file(const std::string& path_name, const std::string& number, size_t rank) {
+  return path_name + "." + number + ".rank" + std::to_string(rank);
 }
 
-void write_index(const char* path, const std::string& number, const std::vector<std::string>& texts,
-                 const char* note) {
+// headers: what the header of each file has as its checksum; parts: which parts it has.
+void write_index(const char* path, const std::string& number, std::vector<std::string> headers,
+                 std::vector<std::string> parts, const char* note) {
   Metadata list;
   const auto add = [&](const std::string& key, std::string text) {
     list.emplace_back(std::string(kOurs) + key, std::move(text));
   };
-  add("files", std::to_string(texts.size()));
+  add("files", std::to_string(headers.size()));
   add("number", number);
   if (note) add("note", note);
-  for (size_t q = 0; q < texts.size(); ++q) {
-    RankFile file = rank_file_in(texts[q]);
-    add(key_of_file(q), std::move(file.name));
-    add(key_of_file(q) + ".header", std::move(file.header));
-    add(key_of_file(q) + ".own_parts", std::move(file.parts));
+  const std::string name = split(path).second;
+  for (size_t q = 0; q < headers.size(); ++q) {
+    add(key_of_file(q), name_of_file(name, number, q));
+    add(key_of_file(q) + ".header", std::move(headers[q]));
+    add(key_of_file(q) + ".own_parts", std::move(parts[q]));
   }
   StateWriter writer(std::move(list), {});
   FileWriter file(path);
@@ -111,7 +99,7 @@ OpenBeside beside(const std::string& path) {
   };
 }
 
-void save_rank_files(Ranks& ranks, const OwnParts& own_parts, const char* path, const char* note,
+void save_rank_files(Ranks& ranks, const OwnParts& own, const char* path, const char* note,
                      const Ranks::Ready& ready, const std::function<void(FileWriter&)>& save) {
   const size_t rank = ranks.place();
   const auto [folder, name] = split(path);
@@ -121,24 +109,24 @@ void save_rank_files(Ranks& ranks, const OwnParts& own_parts, const char* path, 
   ready();
   const std::string number =
       ranks.gather_texts("the number of the files", std::to_string(before.number + 1))[0];
-  RankFile own = {name + "." + number + ".rank" + std::to_string(rank), "", own_parts.text()};
-  const std::string own_path = folder + own.name;
-  std::vector<std::string> texts;
+  const std::string own_path = folder + name_of_file(name, number, rank);
+  std::vector<std::string> headers, parts;
   try {
     FileWriter file(own_path.c_str());
     save(file);
     file.commit();
     int64_t size = 0;
     const ReadAt read = reading_of(own_path, size);
-    own.header = *StateReader(size, read, false).find("header");
+    const std::string header = *StateReader(size, read, false).find("header");
     ready();
-    texts = ranks.gather_texts("the files of the ranks", text_of(own));
+    headers = ranks.gather_texts("the checksums of the files", header);
+    parts = ranks.gather_texts("the parts in the files", own.text());
   } catch (...) {
     remove_file(own_path.c_str());
     throw;
   }
   // From here on, an index may be in place that names the file.
-  if (rank == 0) write_index(path, number, texts, note);
+  if (rank == 0) write_index(path, number, std::move(headers), std::move(parts), note);
   ready();
   for (const std::string& old : before.files) remove_file((folder + old).c_str());
 }

@@ -89,8 +89,8 @@ class StateReader {
   // Reads the header of a file of that size and checks it. unmarked: a file without a mark is legal.
   // Throws GA_ERROR_FORMAT.
   StateReader(int64_t size, const ReadAt& read, bool unmarked);
-  // Of what is read as one file and has no header to read: its data come first. It has no checksums: the second reading
-  // of a tensor must match the first.
+  // Reads data that have no header in front of them; this is it. There are no checksums, so the second reading of a tensor
+  // must find what the first one found.
   StateReader(safetensors::Header header, bool is_ours);
 
   bool is_ours() const { return ours_; }  // written by this library, so there are checksums

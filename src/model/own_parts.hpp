@@ -23,7 +23,7 @@ struct OwnPart {
   int64_t count() const;
 };
 
-// Of which samples a rank's window is.
+// Which of the samples of all ranks a rank has.
 struct Samples {
   int32_t data_ranks = 1, data_rank = 0;
   double reduced_over = 1;  // gradients are means over so many ranks, of what was to be a sum

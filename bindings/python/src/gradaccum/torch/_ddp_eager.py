@@ -234,7 +234,7 @@ class EagerRanks(Ranks):
         if not is_sparse(bucket.buffer()):
             for tensor, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 slot = self._slots.get(id(tensor))
-                # Of one without a gradient here, only the end of backward tells whether another rank has one.
+                # A parameter that has no gradient here may have one on another rank, which the end of backward tells.
                 if slot is not None and id(tensor) in self._used:
                     parts.append((slot, gradient.as_strided(slot.shape, slot.stride)))  # the memory order of both
         return self._taking.follow(parts)
