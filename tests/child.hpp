@@ -17,14 +17,15 @@ namespace ga::test {
 template <class Body>
 void in_child(Body&& body) {
   fflush(stdout);
+  const bool failed_before = testing::Test::HasFailure();
   const pid_t child = fork();
   ASSERT_GE(child, 0);
   if (child == 0) {
     alarm(30);
     body();
     fflush(stdout);
-    _exit(testing::Test::HasFailure() ? 1
-                                      : 0);  // without the parent's destructors and exit handlers
+    // Without the parent's destructors and exit handlers.
+    _exit(testing::Test::HasFailure() && !failed_before ? 1 : 0);
   }
   int status = 0;
   ASSERT_EQ(waitpid(child, &status, 0), child);
