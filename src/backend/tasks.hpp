@@ -31,8 +31,11 @@ enum Format : int32_t {
   kClipped = 11,  // ClippedGradient
   // The UpdateTask of a parameter that follows, to be read as its master weights, with each element that the
   // program has written since, and so is not what its master weight rounds to, in the place of the latter.
-  kFollowed = 12,      // from its share on
-  kFollowedWhole = 13  // from the parameter's first element on; the share alone exists
+  kFollowed = 12,       // from its share on
+  kFollowedWhole = 13,  // from the parameter's first element on; the share alone exists
+  // Codes of state in 8 bits (codes.hpp), whose scales are in an array of their own.
+  kSignedCodes = 14,
+  kPositiveCodes = 15
 };
 
 struct Array {
@@ -263,7 +266,7 @@ struct FactorTask {
 // Where an update writes that leaves what it reads as it is: arrays of the same formats. Those of f32 and f64
 // lie at multiples of 64 bytes.
 struct Targets {
-  Array param, state[kMaxSlots], copy, average;
+  Array param, state[kStateArrays], copy, average;
   Array emitted;  // of a first pass, of the compute type; may be that of param
   bool stream;    // stores bypass the caches
 };
@@ -281,7 +284,7 @@ struct UpdateTask {
   // holds whether or not the update is taken back: param then rounds to what the program has written.
   bool follows;
   Array param;
-  Array state[kMaxSlots];
+  Array state[kStateArrays];
   Array copy;          // the 16-bit parameter, if param is the master weights; data NULL: none
   Array average;       // EMA: average + average_gain (param - average); data NULL: none
   Array delivered;     // target of the gradient under kDeliver

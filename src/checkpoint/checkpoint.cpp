@@ -56,7 +56,9 @@ std::vector<Checkpoint::NamedArray> Checkpoint::arrays_of(size_t i) const {
     if (!a.name || a.kind < kState || a.kind > kAverage) continue;
     std::vector<int64_t> shape = t.shape;
     const bool slot = a.kind < kMaster;
-    if (slot && op_info(op).factored)
+    if (ParamArrays::is_scales(a.kind))
+      shape = {a.count};
+    else if (slot && op_info(op).factored)
       shape[shape.size() - (a.kind == kState ? 1 : 2)] = 1;
     else if (slot && op_info(op).row_state)
       shape = {a.count};
@@ -139,7 +141,7 @@ void Checkpoint::save(const WriteAt& write, const Ready& ready) {
       if (r.bytes > 0 && write) regions.push_back(r);
     if (s.shared_by < 0) continue;
     put_regions();
-    each_piece(model_, s.shared_by, s.part, s.count, put);
+    each_piece(model_, s.shared_by, s.part, put);
   }
   put_regions();
   if (failure) std::rethrow_exception(failure);
@@ -163,7 +165,7 @@ void Checkpoint::store_live_gradients() {
 
 void Checkpoint::add_numbers(std::string name, int32_t dtype, std::vector<int64_t> shape,
                              std::vector<uint64_t> numbers) {
-  saved_.push_back({std::move(name), dtype, std::move(shape), {}, std::move(numbers), -1, {}, 0});
+  saved_.push_back({std::move(name), dtype, std::move(shape), {}, std::move(numbers), -1, {}});
 }
 
 // Lists what this rank has.
@@ -208,7 +210,7 @@ void Checkpoint::collect_param(size_t i, const ParamState& state) {
     return static_cast<size_t>(count) * static_cast<size_t>(dtype_info(dtype).size);
   };
   if (options_.parts != GA_STATE_LIBRARY)
-    saved_.push_back({name, p.dtype, t.shape, {{p.data, data_bytes(p)}}, {}, -1, {}, 0});
+    saved_.push_back({name, p.dtype, t.shape, {{p.data, data_bytes(p)}}, {}, -1, {}});
   if (options_.parts == GA_STATE_PARAMETERS || !p.owns) return;
   for (const auto& [a, dtype, shape] : arrays_of(i)) {
     if (a.kind == kMaster ? p.master_due : a.kind == kAverage ? !state.averaged : p.state_due)
@@ -220,8 +222,7 @@ void Checkpoint::collect_param(size_t i, const ParamState& state) {
       s.regions = {{data, bytes(a.count, dtype)}};
     } else {
       s.shared_by = static_cast<ga_param>(i);
-      s.part = {data, dtype};
-      s.count = a.count;
+      s.part = {{data, dtype}, a.count, ParamArrays::each_of(p, a.kind, a.count)};
     }
     if (!shared || with_shared_) saved_.push_back(std::move(s));
   }

@@ -106,8 +106,7 @@ class Checkpoint {
     std::vector<Region> regions;    // where the elements lie
     std::vector<uint64_t> numbers;  // or the elements themselves, of GA_F64 and GA_I64
     ga_param shared_by = -1;        // or this rank's part of an array that all ranks have together
-    Array part = {};
-    int64_t count = 0;  // elements of all
+    DividedArray part = {};
     int32_t rank = -1;  // whose window it is of; regions and numbers are there on that rank alone
 
     int64_t bytes() const;

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <functional>
 
+#include "backend/codes.hpp"
 #include "batchnorm/batchnorm.hpp"
 #include "checkpoint/checkpoint.hpp"
 #include "core/error.hpp"
@@ -333,9 +334,12 @@ void Checkpoint::read_dropped_micros(uint64_t& dropped) const {
 // Reads the whole file: keeps the tensors of numbers that were claimed, and checks all checksums.
 void Checkpoint::read_all() {
   const auto& tensors = file_->tensors();
-  for (const ParamIn& p : params_)
+  for (const ParamIn& p : params_) {
     for (int kind = kStepNumber; kind < kParamKinds; ++kind)
       if (p.has(kind)) small_[static_cast<size_t>(p.at(kind))];
+    for (int kind = kScales; kind < kMaster; ++kind)
+      if (p.has(kind)) small_[static_cast<size_t>(p.at(kind))];
+  }
   for (const auto& b : layers_)
     for (int kind = 0; kind < kLayerKinds; ++kind)
       if (b.has(kind)) small_[static_cast<size_t>(b.at(kind))];
@@ -408,6 +412,14 @@ void Checkpoint::read_param(size_t i) {
     in.step = whole(numbers(in.at(kStepNumber))[0], 0, kMost, (name + ".step").c_str());
   else if (in.state)
     in.step = 1;  // torch's SGD keeps a momentum and no step: state that is there is not of step 0
+  for (int kind = kScales; kind < kMaster; ++kind) {
+    if (!in.has(kind)) continue;
+    const safetensors::Tensor& scales = file_->tensors()[static_cast<size_t>(in.at(kind))];
+    for (const double scale : numbers(in.at(kind)))
+      if (!is_scale(scale))
+        fail(GA_ERROR_FORMAT, "\"%.200s\" has the scale %g, expected 0 or a positive normal number",
+             scales.name.c_str(), scale);
+  }
   const OptimizerInfo& optimizer = *model_.params.group_of(model_.params[i]).info;
   for (int k = 0; k < kClockNumbers; ++k) {
     const auto [key, initial, most] = optimizer.clock_numbers[k];
@@ -499,12 +511,12 @@ void Checkpoint::make_arrays() {
 }
 
 void Checkpoint::list_regions() {
-  const auto add = [&](int64_t tensor, void* data, const Param* of = nullptr) {
+  const auto add = [&](int64_t tensor, void* data, const Param* of = nullptr, int kind = kState) {
     const auto k = static_cast<size_t>(tensor);
     const safetensors::Tensor& t = file_->tensors()[k];
     const int64_t size = safetensors::element_size(t.dtype);
     Range part = {0, (t.end - t.begin) / size};
-    if (of) part = ParamArrays::part_of(*of, part.count);
+    if (of) part = ParamArrays::part_of(*of, kind, part.count);
     if (part.count == 0) return;
     regions_.push_back({data, static_cast<size_t>(part.count * size)});
     from_.push_back({k, static_cast<size_t>(part.first * size)});
@@ -519,7 +531,7 @@ void Checkpoint::list_regions() {
       if (first.has(kHeldLow)) add(first.at(kHeldLow), model_.params.tensor(i).low);
     }
     for (int kind = kState; kind <= kAverage; ++kind)
-      if (in.has(kind)) add(in.at(kind), model_.arrays.data(p, kind), &p);
+      if (in.has(kind)) add(in.at(kind), model_.arrays.data(p, kind), &p, kind);
   }
 }
 

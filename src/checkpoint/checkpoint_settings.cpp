@@ -45,7 +45,7 @@ bool Checkpoint::is_stochastic(size_t i) const {
   const Param& p = model_.params[i];
   const bool average = model_.options.ema && model_.arrays.average_of(p).format == GA_BF16;
   return model_.params.tensor(i).options.rounding == GA_ROUND_STOCHASTIC || average ||
-         model_.params.group_of(p).optimizer.state_dtype == GA_BF16 ||
+         rounds_state(model_.params.group_of(p).optimizer) ||
          (model_.config.accumulation == GA_ACCUMULATE_STOCHASTIC && is_sum(p.reduction) &&
           dtype_info(p.accumulator_dtype).size == 2);
 }

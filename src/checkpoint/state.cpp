@@ -6,6 +6,7 @@
 #include <cstring>
 #include <string>
 
+#include "backend/codes.hpp"
 #include "core/error.hpp"
 #include "core/tensor.hpp"
 #include "model/pieces.hpp"
@@ -14,6 +15,43 @@ namespace ga {
 
 // A negative kind: a number of the parameter's clock.
 constexpr int kStep = -1, kNumber = -2;  // kNumber - k: number k
+
+namespace {
+
+// Calls f(block, first, end) for the elements of each block.
+template <class F>
+void each_block(size_t count, F&& f) {
+  constexpr size_t kSize = kCodeBlock;
+  for (size_t first = 0; first < count; first += kSize)
+    f(first / kSize, first, std::min(first + kSize, count));
+}
+
+template <bool kSigned>
+void read_numbers(const std::vector<uint8_t>& codes, const std::vector<float>& scales,
+                  float* numbers) {
+  each_block(codes.size(), [&](size_t block, size_t first, size_t end) {
+    for (size_t i = first; i < end; ++i) numbers[i] = Codes<kSigned>::read(codes[i], scales[block]);
+  });
+}
+
+template <bool kSigned>
+void write_numbers(const float* numbers, std::vector<uint8_t>& codes, std::vector<float>& scales) {
+  each_block(codes.size(), [&](size_t block, size_t first, size_t end) {
+    float largest = 0;
+    for (size_t i = first; i < end; ++i) largest = larger(largest, absolute(numbers[i]));
+    const float scale = scales[block] = scale_of_block(largest);
+    if (scale == 0) return;
+    const float per_scale = inverse_of(scale);
+    for (size_t i = first; i < end; ++i)
+      codes[i] = static_cast<uint8_t>(Codes<kSigned>::write(numbers[i], per_scale));
+  });
+}
+
+StateArray scales_of(const StateArray& s) {
+  return {scale_name(s.name), GA_F32, block_count(s.count), s.kind + kMaxSlots};
+}
+
+}  // namespace
 
 std::vector<StateArray> NamedState::states_of(size_t i) const {
   std::vector<StateArray> states;
@@ -72,9 +110,11 @@ StateArray NamedState::state_for(ga_param id, const char* name, int32_t dtype, i
   if (!found.name)
     of.fail(GA_ERROR_INVALID_ARGUMENT, "it has no state \"%s\"; it has: %s", name,
             names.empty() ? "none" : names.c_str());
-  if (dtype != found.dtype)
-    of.fail(GA_ERROR_INVALID_ARGUMENT, "dtype was %s, but that of \"%s\" is %s",
-            dtype_info(dtype).name, name, dtype_info(found.dtype).name);
+  const bool coded = found.dtype == GA_U8;
+  if (dtype != found.dtype && !(coded && dtype == GA_F32))
+    of.fail(GA_ERROR_INVALID_ARGUMENT, "dtype was %s, but that of \"%s\" is %s%s",
+            dtype_info(dtype).name, name, dtype_info(found.dtype).name,
+            coded ? ", or f32 for the numbers that its codes stand for" : "");
   if (count != found.count)
     of.fail(GA_ERROR_INVALID_ARGUMENT, "count was %lld, but \"%s\" has %lld elements", ll(count),
             name, ll(found.count));
@@ -82,6 +122,71 @@ StateArray NamedState::state_for(ga_param id, const char* name, int32_t dtype, i
     of.fail(GA_ERROR_INVALID_STATE, "it has always been frozen and has no state yet");
   model_.check_no_capture(what);
   return found;
+}
+
+bool NamedState::is_signed(ga_param id, const StateArray& s) const {
+  return model_.params.code_of(model_.params[id], s.kind - kState) == Code::kSigned;
+}
+
+// Checks numbers for a slot of codes, or for its scales.
+void NamedState::check_numbers(ga_param id, const StateArray& s, int32_t dtype,
+                               const void* data) const {
+  const bool scales = ParamArrays::is_scales(s.kind), codes = s.dtype == GA_U8;
+  if (!scales && !(codes && dtype == GA_F32)) return;
+  const bool negative = codes && is_signed(id, s);
+  for (int64_t i = 0; i < s.count; ++i) {
+    const auto x = static_cast<double>(static_cast<const float*>(data)[i]);
+    if (scales ? is_scale(x) : std::isfinite(x) && (negative || x >= 0)) continue;
+    model_.params.subject(id).fail(GA_ERROR_INVALID_ARGUMENT,
+                                   "element %lld of \"%s\" was %g, expected %s", ll(i), s.name, x,
+                                   scales     ? "0 or a positive normal number"
+                                   : negative ? "a finite number"
+                                              : "a finite number >= 0");
+  }
+}
+
+// Reads the whole of an array of state.
+void NamedState::read_whole(ga_param id, const StateArray& s, void* out) {
+  const Param& p = model_.params[id];
+  auto* to = static_cast<char*>(out);
+  const Array own = {model_.arrays.data(p, s.kind), s.dtype};
+  each_piece(model_, id, {own, s.count, ParamArrays::each_of(p, s.kind, s.count)},
+             [&](const void* piece, size_t bytes) {
+               std::memcpy(to, piece, bytes);
+               to += bytes;
+             });
+}
+
+// Writes what this rank has of such an array.
+void NamedState::write_own(ga_param id, const StateArray& s, const void* data) {
+  const Param& p = model_.params[id];
+  const Range part = ParamArrays::part_of(p, s.kind, s.count);
+  const auto size = static_cast<size_t>(dtype_info(s.dtype).size);
+  if (part.count > 0)
+    model_.backend->write(model_.arrays.data(p, s.kind),
+                          static_cast<const char*>(data) + static_cast<size_t>(part.first) * size,
+                          static_cast<size_t>(part.count) * size);
+}
+
+// The numbers of a slot of codes, and the codes nearest to numbers.
+void NamedState::read_codes(ga_param id, const StateArray& s, float* out) {
+  const StateArray scales = scales_of(s);
+  std::vector<uint8_t> codes(static_cast<size_t>(s.count));
+  std::vector<float> of_blocks(static_cast<size_t>(scales.count));
+  read_whole(id, s, codes.data());
+  read_whole(id, scales, of_blocks.data());
+  const auto read = is_signed(id, s) ? read_numbers<true> : read_numbers<false>;
+  read(codes, of_blocks, out);
+}
+
+void NamedState::write_codes(ga_param id, const StateArray& s, const float* data) {
+  const StateArray scales = scales_of(s);
+  std::vector<uint8_t> codes(static_cast<size_t>(s.count));
+  std::vector<float> of_blocks(static_cast<size_t>(scales.count));
+  const auto write = is_signed(id, s) ? write_numbers<true> : write_numbers<false>;
+  write(data, codes, of_blocks);
+  write_own(id, s, codes.data());
+  write_own(id, scales, of_blocks.data());
 }
 
 void NamedState::get(ga_param id, const char* name, void* out, int32_t dtype, int64_t count) {
@@ -101,12 +206,10 @@ void NamedState::get(ga_param id, const char* name, void* out, int32_t dtype, in
   } else {
     const bool none = s.kind == kAverage && !state.averaged;  // yet: that of the parameter
     if (none) model_.arrays.copy(p, p.values(), model_.arrays.average_of(p), p.shard.count);
-    auto* to = static_cast<char*>(out);
-    each_piece(model_, id, {model_.arrays.data(p, s.kind), s.dtype}, s.count,
-               [&](const void* piece, size_t bytes) {
-                 std::memcpy(to, piece, bytes);
-                 to += bytes;
-               });
+    if (s.dtype == dtype)
+      read_whole(id, s, out);
+    else
+      read_codes(id, s, static_cast<float*>(out));
     if (none) model_.arrays.clear_average(p);
   }
 }
@@ -132,6 +235,7 @@ void NamedState::set(ga_param id, const char* name, const void* data, int32_t dt
       of.fail(GA_ERROR_INVALID_ARGUMENT, "%s was %g, expected a finite number in [0, %g]", name,
               number, most);
   }
+  if (s.kind >= 0) check_numbers(id, s, dtype, data);
   begin_pieces(model_, id, "ga_state_set", name);
   preparation_.prepare();
   ParamState state = model_.progress.param_state(i);
@@ -142,13 +246,10 @@ void NamedState::set(ga_param id, const char* name, const void* data, int32_t dt
   } else if (s.kind <= kNumber) {
     state.clock.numbers[kNumber - s.kind] = number;
   } else {
-    const Range part = model_.arrays.part_of(p, s.count);
-    const auto size = static_cast<size_t>(dtype_info(s.dtype).size);
-    const char* const from =
-        static_cast<const char*>(data) + static_cast<size_t>(part.first) * size;
-    if (part.count > 0)
-      model_.backend->write(model_.arrays.data(p, s.kind), from,
-                            static_cast<size_t>(part.count) * size);
+    if (s.dtype == dtype)
+      write_own(id, s, data);
+    else
+      write_codes(id, s, static_cast<const float*>(data));
     if (s.kind == kAverage) state.averaged = p.average_written = true;
     if (s.kind < kMaster) p.state_written = true;
     if (s.kind == kMaster) p.unrounded = !model_.params.follows(id);

@@ -26,6 +26,12 @@ class NamedState {
   std::vector<StateArray> states_of(size_t param) const;
   StateArray state_for(ga_param id, const char* name, int32_t dtype, int64_t count,
                        const char* what);
+  bool is_signed(ga_param id, const StateArray& s) const;
+  void check_numbers(ga_param id, const StateArray& s, int32_t dtype, const void* data) const;
+  void read_whole(ga_param id, const StateArray& s, void* out);
+  void write_own(ga_param id, const StateArray& s, const void* data);
+  void read_codes(ga_param id, const StateArray& s, float* out);
+  void write_codes(ga_param id, const StateArray& s, const float* data);
 
   Model& model_;
   Preparation& preparation_;

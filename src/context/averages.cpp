@@ -107,7 +107,7 @@ void Averages::copy_to(ga_param id, void* out, int32_t dtype) {
   const int64_t size = dtype_info(from.format).size;
   auto* to = static_cast<char*>(out);
   Buffer there;  // of a piece, on a device
-  each_piece(model_, id, from, p.count, [&](const void* piece, size_t bytes) {
+  each_piece(model_, id, {from, p.count}, [&](const void* piece, size_t bytes) {
     const int64_t count = static_cast<int64_t>(bytes) / size;
     if (model_.config.device != GA_DEVICE_CPU) {
       if (there.bytes() < bytes) there = Buffer(*model_.backend, bytes);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "backend/codes.hpp"
 #include "batchnorm/batchnorm.hpp"
 #include "core/error.hpp"
 #include "core/tensor.hpp"
@@ -102,7 +103,7 @@ void Parameters::check_cut(const Subject& of, const NewParam& e) {
 }
 
 // Checks that dtypes and options of a parameter fit each other and the group's optimizer.
-void Parameters::check_options(const NewParam& e, int32_t dtype) const {
+void Parameters::check_options(const NewParam& e, int32_t dtype, int64_t elements) const {
   const ga_param_options& o = e.options;
   const Group& g = model_.params.group(e.group);
   const OptimizerInfo& info = *g.info;
@@ -127,6 +128,9 @@ void Parameters::check_options(const NewParam& e, int32_t dtype) const {
     refuse(f64 ? "accumulator_dtype was not f64, but its dtype is f64"
                : "accumulator_dtype was f64, which is for f64 parameters");
   model_.ranks->check_options(of, o);
+  const bool is_coded = g.optimizer.state_dtype == GA_STATE_8BIT && elements > kMostSmall;
+  if (is_coded && model_.config.device != GA_DEVICE_CPU)
+    refuse("its group's state is GA_STATE_8BIT, which is for the CPU");
   if (f64 && g.optimizer.state_dtype != 0)
     refuse("its dtype is f64, but its group has a state_dtype");
   if (f64 && model_.options.ema && model_.options.ema->dtype == GA_BF16)
@@ -180,6 +184,12 @@ void Parameters::check_options(const NewParam& e, int32_t dtype) const {
             "rows was GA_ROWS_LAZY, but its group's optimizer, %s%s, moves every element in every "
             "step",
             info.name, g.optimizer.dampening != 0 ? " with dampening" : "");
+  const int64_t columns = e.shape && e.shape[0] > 0 ? elements / e.shape[0] : 0;
+  if (o.rows == GA_ROWS_LAZY && is_coded && columns % kCodeBlock != 0)
+    of.fail(GA_ERROR_UNSUPPORTED,
+            "rows was GA_ROWS_LAZY and its group's state is GA_STATE_8BIT, whose blocks of %lld "
+            "elements may not lie in two rows, but a row has %lld elements",
+            ll(kCodeBlock), ll(columns));
   if (e.shape && e.shape[0] > static_cast<int64_t>(UINT32_MAX))
     refuse("rows was set, but it has more than 2^32 - 1 rows");
 }
@@ -215,7 +225,7 @@ ga_param Parameters::add(void* data, int32_t dtype, Span<const NewParam> entries
       if (options.accumulator_dtype)
         check_dtype(of, "accumulator_dtype", options.accumulator_dtype);
       const int64_t elements = element_count(e, std::max(size, 4));
-      check_options(e, dtype);
+      check_options(e, dtype, elements);
       if (e.offset < 0 || e.offset > INTPTR_MAX / size - elements)
         of.fail(GA_ERROR_INVALID_ARGUMENT, "offset was %lld, expected >= 0", ll(e.offset));
       char* const at = data ? static_cast<char*>(data) + e.offset * size : nullptr;

@@ -26,7 +26,7 @@ class Parameters {
   void check_data(const char* name, const void* data, int64_t count, int32_t size,
                   ga_param self) const;
   static void check_cut(const Subject& of, const NewParam& e);
-  void check_options(const NewParam& e, int32_t dtype) const;
+  void check_options(const NewParam& e, int32_t dtype, int64_t elements) const;
   bool is_prepared(ga_param id) const { return static_cast<size_t>(id) < model_.tables.params(); }
 
   const Stages stages_;

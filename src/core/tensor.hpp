@@ -22,8 +22,8 @@ inline DtypeInfo dtype_info(int32_t dtype) {
   static constexpr DtypeInfo table[] = {{"unknown", 0, false, ""}, {"f32", 4, true, "F32"},
                                         {"f64", 8, true, "F64"},   {"f16", 2, true, "F16"},
                                         {"bf16", 2, true, "BF16"}, {"i32", 4, false, "I32"},
-                                        {"i64", 8, false, "I64"}};
-  return table[dtype >= GA_F32 && dtype <= GA_I64 ? dtype : 0];
+                                        {"i64", 8, false, "I64"},  {"u8", 1, false, "U8"}};
+  return table[dtype >= GA_F32 && dtype <= GA_U8 ? dtype : 0];
 }
 
 inline std::string text_of(const std::vector<int64_t>& shape) {

@@ -72,8 +72,9 @@ OwnedArrays ParamArrays::of(size_t i, const Range& shard) const {
     const size_t padded = kind == kPartials ? bytes : (bytes + kLine - 1) / kLine * kLine;
     arrays.list[arrays.size++] = {kind, format, count, padded, initial, name};
   };
-  const auto numbers = [&](int kind, const char* name, int32_t format, int64_t count) {
-    add(kind, name, format, count, static_cast<size_t>(count) * size_of(format));
+  const auto numbers = [&](int kind, const char* name, int32_t format, int64_t count,
+                           double initial = 0) {
+    add(kind, name, format, count, static_cast<size_t>(count) * size_of(format), initial);
   };
   numbers(kAccumulator, "grad_accum", p.accumulator_dtype, p.count);
   if (is_compensated(p)) numbers(kLow, "grad_accum_low", p.accumulator_dtype, p.count);
@@ -90,12 +91,20 @@ OwnedArrays ParamArrays::of(size_t i, const Range& shard) const {
     add(kState, op_info(op).slot_names.of[0], p.real(), rows,
         static_cast<size_t>(rows) * size_of(p.real()), g.info->initial(g.optimizer, 0));
   } else if (op >= 0) {
-    const int32_t format = state_of(p, 0).format;
     // Kernels that compute in double go by groups of two cache lines.
-    const int64_t room = format == GA_F64 ? (shard.count + 15) / 16 * 16 : shard.count;
-    for (int k = 0; k < op_info(op).slots; ++k)
-      add(kState + k, op_info(op).slot_names.of[k], format, shard.count,
-          static_cast<size_t>(room) * size_of(format), g.info->initial(g.optimizer, k));
+    const int64_t room = p.f64 ? (shard.count + 15) / 16 * 16 : shard.count;
+    for (int k = 0; k < op_info(op).slots; ++k) {
+      const char* const name = op_info(op).slot_names.of[k];
+      const double initial = g.info->initial(g.optimizer, k);
+      if (params_.code_of(p, k) == Code::kNone) {
+        const int32_t format = state_of(p, k).format;
+        add(kState + k, name, format, shard.count, static_cast<size_t>(room) * size_of(format),
+            initial);
+        continue;
+      }
+      numbers(kState + k, name, GA_U8, shard.count, initial == 0 ? 0 : Codes<false>::kTop);
+      numbers(kScales + k, scale_name(name), GA_F32, block_count(shard.count), initial);
+    }
     if (op_info(op).output_state)
       numbers(kState + op_info(op).slots, op_info(op).slot_names.of[op_info(op).slots], GA_F32,
               t.cut.matrices * t.cut.outputs());
@@ -118,8 +127,15 @@ OwnedArrays ParamArrays::of(size_t i, const Range& shard) const {
 }
 
 Array ParamArrays::state_of(const Param& p, int slot) const {
+  const Code code = params_.code_of(p, slot);
+  if (code == Code::kSigned) return {p.state[slot], kSignedCodes};
+  if (code == Code::kPositive) return {p.state[slot], kPositiveCodes};
   const bool bf16 = params_.group_of(p).optimizer.state_dtype == GA_BF16;
   return {p.state[slot], p.f64 ? GA_F64 : bf16 ? GA_BF16 : GA_F32};
+}
+
+Array ParamArrays::scales_of(const Param& p, int slot) {
+  return {p.state[kMaxSlots + slot], GA_F32};
 }
 
 Array ParamArrays::average_of(const Param& p) const {
@@ -436,6 +452,15 @@ void ParamArrays::write(const Buffer& memory, int64_t most_chunks) const {
 }
 
 void ParamArrays::fill_state(const Param& p, const OwnedArray& a) {
+  if (a.format == GA_U8) {
+    const std::vector<unsigned char> piece(
+        static_cast<size_t>(std::min<int64_t>(a.count, int64_t{1} << 16)),
+        static_cast<unsigned char>(a.initial));
+    for (int64_t at = 0; at < a.count; at += static_cast<int64_t>(piece.size()))
+      backend_.write(static_cast<char*>(p.state[a.kind - kState]) + at, piece.data(),
+                     std::min(piece.size(), static_cast<size_t>(a.count - at)));
+    return;
+  }
   fill(p, {nullptr, GA_F32}, a.initial, {p.state[a.kind - kState], a.format}, a.count);
 }
 

@@ -9,6 +9,7 @@
 #include <optional>
 #include <vector>
 
+#include "backend/codes.hpp"
 #include "model/masters.hpp"
 #include "model/param.hpp"
 #include "model/placer.hpp"
@@ -19,9 +20,10 @@ namespace ga {
 // The kinds of arrays that a parameter may own. Each kind lies in arenas of its own.
 enum ArrayKind {
   kAccumulator,
-  kLow,                          // of a compensated accumulator
-  kState,                        // the first slot; the others follow
-  kMaster = kState + kMaxSlots,  // f32, of a 16-bit parameter
+  kLow,                             // of a compensated accumulator
+  kState,                           // the first slot; the others follow
+  kScales = kState + kMaxSlots,     // of a slot of codes; the others follow
+  kMaster = kState + kStateArrays,  // f32, of a 16-bit parameter
   kAverage,
   kEmitted,  // of the first pass of a layer-wise Op, where it has no other place
   kRowSlots,
@@ -31,7 +33,7 @@ enum ArrayKind {
 };
 
 struct OwnedArray {
-  int kind;          // ArrayKind; kState + k for slot k
+  int kind;          // ArrayKind; kState + k for slot k, kScales + k for its scales
   int32_t format;    // ga_dtype of its elements; 0: structs of the library
   int64_t count;     // elements
   size_t bytes;      // padded to whole cache lines, but for partials
@@ -67,19 +69,25 @@ class ParamArrays {
   OwnedArrays of(size_t param) const { return of(param, params_[param].shard); }
   // The same, as one rank alone would have them.
   OwnedArrays whole_of(size_t param) const { return of(param, {0, params_[param].count}); }
-  // The elements that this rank has of an array of state with `count` elements.
-  static Range part_of(const Param& p, int64_t count) {
-    if (p.shard.count == p.count) return {0, count};
-    return p.shard.count == 0 ? Range{0, 0} : part_of(p, count, p.shard);
+  // For how many elements of the parameter an array of state of that kind has one, if it has `count` for all: for
+  // each, for a row, or for a block.
+  static int64_t each_of(const Param& p, int kind, int64_t count) {
+    return is_scales(kind) ? kCodeBlock : p.count / count;
   }
-  // The elements that a rank with that share of the parameter has of such an array, which has one element for each
-  // of the parameter, or one for each row.
-  static Range part_of(const Param& p, int64_t count, const Range& shard) {
-    const int64_t each = p.count / count;
-    return {shard.first / each, shard.count / each};
+  // The elements of such an array that this rank has.
+  static Range part_of(const Param& p, int kind, int64_t count) {
+    if (p.shard.count == p.count) return {0, count};
+    if (p.shard.count == 0) return {0, 0};
+    return part_of(each_of(p, kind, count), p.shard);
+  }
+  // Those that a rank with that share of the parameter has.
+  static Range part_of(int64_t each, const Range& shard) {
+    return {shard.first / each, (shard.count + each - 1) / each};
   }
   bool is_compensated(const Param& p) const;  // whether its accumulator is a pair
+  static bool is_scales(int kind) { return kind >= kScales && kind < kMaster; }
   Array state_of(const Param& p, int slot) const;
+  static Array scales_of(const Param& p, int slot);  // of a slot of codes
   Array average_of(const Param& p) const;
   static void* data(const Param& p, int kind) {  // kState to kAverage
     return kind == kMaster ? p.master : kind == kAverage ? p.average : p.state[kind - kState];

@@ -27,6 +27,13 @@ struct Range {
   int64_t first, count;
 };
 
+// An array of a parameter, one element for every `each` of the parameter's, of which ranks may have parts.
+struct DividedArray {
+  Array own;      // what this rank has
+  int64_t count;  // elements of the whole
+  int64_t each = 1;
+};
+
 struct Division {
   int64_t piece = 0;  // rank q has [q piece, (q + 1) piece), cut at the end; 0: the owner has all
   int32_t owner = 0;

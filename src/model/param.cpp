@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
+#include "backend/codes.hpp"
 #include "core/tensor.hpp"
 #include "files/names.hpp"
 
@@ -193,6 +195,19 @@ void ParamList::remove(ga_param id) {
   p.delivered = false;
 }
 
+Code ParamList::code_of(const Param& p, int slot, const Rules& by) {
+  const int op = by.op_of(p);
+  if (op < 0 || by.group_of(p).optimizer.state_dtype != GA_STATE_8BIT || p.count <= kMostSmall)
+    return Code::kNone;
+  return op_info(op).codes.of[slot];
+}
+
+bool ParamList::is_coded(const Param& p, const Rules& by) {
+  for (int k = 0; k < kMaxSlots; ++k)
+    if (code_of(p, k, by) != Code::kNone) return true;
+  return false;
+}
+
 bool ParamList::has_master(Which w, const Rules& by) const {
   const Param& p = (*this)[w];
   return dtype_info(p.dtype).size == 2 && tensor(w).options.master == GA_MASTER_F32 &&
@@ -217,6 +232,11 @@ Keeper ParamList::keeper(Which w, const Rules& by) const {
 }
 
 int64_t ParamList::grain(Which w, const Rules& by) const {
+  const int64_t grain = grain_of_updates(w, by);
+  return is_coded((*this)[w], by) ? std::lcm(grain, kCodeBlock) : grain;
+}
+
+int64_t ParamList::grain_of_updates(Which w, const Rules& by) const {
   constexpr int64_t kLine = 16;
   const Param& p = (*this)[w];
   const Tensor& t = tensor(w);
@@ -289,7 +309,8 @@ bool ParamList::in_pieces(Which w) const {
   const Tensor& t = tensor(w);
   const int op = op_of((*this)[w]);
   return by_units(w) && t.units[Tensor::kClipUnits]->pattern[0].shared && !is_layered((*this)[w]) &&
-         op >= 0 && !op_info(op).row_state && t.options.rows != GA_ROWS_LAZY;
+         op >= 0 && !op_info(op).row_state && t.options.rows != GA_ROWS_LAZY &&
+         !is_coded((*this)[w]);
 }
 
 bool ParamList::norm_after_value(const Param& p) const {

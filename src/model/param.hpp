@@ -113,7 +113,7 @@ struct alignas(64) Param {
 
   const void* checked_before = nullptr;  // the one before it: programs use two buffers in turn
   void* data;
-  void* state[kMaxSlots] = {};
+  void* state[kStateArrays] = {};
   void* master = nullptr;
   void* average = nullptr;
   void* emitted = nullptr;
@@ -278,6 +278,10 @@ class ParamList {
   Rules rules() const { return {groups, clip}; }
   const Group& group_of(const Param& p) const { return rules().group_of(p); }
   int op_of(const Param& p) const { return rules().op_of(p); }
+  // How the state of a slot is kept in 8 bits.
+  Code code_of(const Param& p, int slot) const { return code_of(p, slot, rules()); }
+  // Whether some of its state is.
+  bool is_coded(const Param& p) const { return is_coded(p, rules()); }
   bool has_master(Which w) const { return has_master(w, rules()); }
   // Whether its master weights follow what the program writes to it.
   bool follows(Which w) const { return tensor(w).options.follow_data != 0 && has_master(w); }
@@ -329,8 +333,11 @@ class ParamList {
   bool norm_after_value(const Param& p) const;
 
  private:
+  static Code code_of(const Param& p, int slot, const Rules& by);
+  static bool is_coded(const Param& p, const Rules& by);
   bool has_master(Which w, const Rules& by) const;
   bool is_clipped_in_parts(Which w, const Rules& by) const;
+  int64_t grain_of_updates(Which w, const Rules& by) const;
   uint32_t units_axes(Which w, const Rules& by) const;
 
   std::vector<Param> params_;

@@ -14,10 +14,10 @@ void begin_pieces(const Model& model, ga_param id, const char* function, const c
   model.ranks->begin_sharded_call(text);
 }
 
-void each_piece(const Model& model, ga_param id, const Array& own, int64_t count,
-                const TakePiece& take) {
-  if (model.ranks->divides(id)) return model.ranks->each_piece(id, own, count, take);
-  const Region whole = {own.data, static_cast<size_t>(count * dtype_info(own.format).size)};
+void each_piece(const Model& model, ga_param id, const DividedArray& array, const TakePiece& take) {
+  if (model.ranks->divides(id)) return model.ranks->each_piece(id, array, take);
+  const Region whole = {array.own.data,
+                        static_cast<size_t>(array.count * dtype_info(array.own.format).size)};
   model.backend->read_pieces({&whole, 1}, take);
 }
 

@@ -8,9 +8,7 @@ namespace ga {
 
 // Where the optimizer is sharded: checks that all ranks make this call about the same array, between windows.
 void begin_pieces(const Model& model, ga_param id, const char* function, const char* array);
-// take(piece, bytes) gets the array, piece by piece in the order of its elements. own: what this rank has of it.
-// count: of the whole.
-void each_piece(const Model& model, ga_param id, const Array& own, int64_t count,
-                const TakePiece& take);
+// take(piece, bytes) gets the whole array, piece by piece in the order of its elements.
+void each_piece(const Model& model, ga_param id, const DividedArray& array, const TakePiece& take);
 
 }  // namespace ga

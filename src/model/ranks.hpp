@@ -170,10 +170,8 @@ class Ranks {
     (void)ready;
   }
   // Hands over the whole of an array of state of a parameter that is sharded, piece by piece in the order of its
-  // elements: take(piece, bytes). own: what this rank has of its `count` elements.
-  virtual void each_piece(ga_param, const Array& own, int64_t count, const TakePiece&) {
-    (void)own, (void)count;
-  }
+  // elements: take(piece, bytes).
+  virtual void each_piece(ga_param, const DividedArray&, const TakePiece&) {}
 };
 
 }  // namespace ga

@@ -106,7 +106,7 @@ bool ShadowArrays::place(size_t i) {
 Array ShadowArrays::exchange(size_t i) {
   Param& p = params_[i];
   Targets& t = sets_[i].targets;
-  for (int k = 0; k < kMaxSlots; ++k)
+  for (int k = 0; k < kStateArrays; ++k)
     if (t.state[k].data) std::swap(p.state[k], t.state[k].data);
   if (p.master) std::swap(p.master, t.param.data);
   if (t.average.data) std::swap(p.average, t.average.data);

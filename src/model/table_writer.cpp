@@ -157,7 +157,7 @@ void TableWriter::describe_input(size_t i) {
   in.lazy = t.options.rows == GA_ROWS_LAZY;
   in.average = model_.options.ema && p.owns && p.count > 0;
   in.stochastic = t.options.rounding == GA_ROUND_STOCHASTIC ||
-                  model_.params.group_of(p).optimizer.state_dtype == GA_BF16 ||
+                  rounds_state(model_.params.group_of(p).optimizer) ||
                   (in.average && model_.arrays.average_of(p).format == GA_BF16);
 }
 
@@ -245,12 +245,15 @@ void TableWriter::set_arrays(size_t i) {
     model_.tables.composites.edit(i).outer = {factor.rows, factor.columns, factor.scales,
                                               factor.row_count, factor.column_count};
   } else if (op >= 0 && update.state[0].format != kOuter) {
-    for (int k = 0; k < op_info(op).slots; ++k) update.state[k] = model_.arrays.state_of(p, k);
+    for (int k = 0; k < op_info(op).slots; ++k) {
+      update.state[k] = model_.arrays.state_of(p, k);
+      update.state[kMaxSlots + k] = ParamArrays::scales_of(p, k);
+    }
   }
   if (model_.params.is_layered(p)) {
     UpdateTask& measure = model_.tables.measures.edit(i);
     measure.param = update.param;
-    std::copy_n(update.state, kMaxSlots, measure.state);
+    std::copy_n(update.state, kStateArrays, measure.state);
   }
   if (!model_.params.tensor(i).units[Tensor::kClipUnits]) return;
   if (update.follows) {

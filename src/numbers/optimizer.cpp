@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <map>
 #include <type_traits>
 
 #include "core/error.hpp"
@@ -11,6 +12,13 @@
 
 namespace ga {
 namespace {
+
+template <class List>
+struct HasCodes;
+template <class... Op>
+struct HasCodes<TypeList<Op...>> {
+  static constexpr bool value = (has_codes(Op::codes) || ...);
+};
 
 template <class List>
 struct OptimizerTable;
@@ -29,8 +37,9 @@ struct OptimizerTable<TypeList<O...>> {
   }
 
   static constexpr std::array<OptimizerInfo, sizeof...(O)> infos = {OptimizerInfo{
-      O::name, O::has_flavor, O::defaults, O::check, op_of<O>, O::bf16_state, O::matrices_only,
-      O::limits_norm, O::clock_numbers, O::share_of_average, O::lazy, O::initial, O::advance}...};
+      O::name, O::has_flavor, O::defaults, O::check, op_of<O>, O::bf16_state,
+      HasCodes<typename O::template Ops<float>>::value, O::matrices_only, O::limits_norm,
+      O::clock_numbers, O::share_of_average, O::lazy, O::initial, O::advance}...};
 };
 
 template <class Op>
@@ -49,7 +58,7 @@ struct OpTable<TypeList<Op...>> {
                 "every slot is named");
   static constexpr std::array<OpInfo, sizeof...(Op)> infos = {OpInfo{
       Op::slots, Op::norms, Op::measuring, Op::updating, Op::factored, Op::row_state, Op::emits,
-      Op::orthogonal, Op::output_state, Op::reads_gradient_norm, Op::slot_names}...};
+      Op::orthogonal, Op::output_state, Op::reads_gradient_norm, Op::slot_names, Op::codes}...};
 };
 
 constexpr auto& optimizers = OptimizerTable<Optimizers>::infos;
@@ -93,11 +102,25 @@ std::string optimizer_name(const std::string& kind) {
   return kind;
 }
 
+const char* scale_name(const char* slot_name) {
+  static const std::map<std::string, std::string> names = [] {
+    std::map<std::string, std::string> made;
+    for (const OpInfo& op : ops)
+      for (int k = 0; k < op.slots; ++k)
+        if (op.codes.of[k] != Code::kNone)
+          made[op.slot_names.of[k]] = std::string(op.slot_names.of[k]) + "_scale";
+    return made;
+  }();
+  return names.at(slot_name).c_str();
+}
+
 std::vector<std::string> slot_names() {
   std::vector<std::string> names;
   for (const OpInfo& op : ops)
-    for (const char* name : op.slot_names.of)
-      if (name) names.push_back(name);
+    for (int k = 0; k < kMaxSlots; ++k) {
+      if (op.slot_names.of[k]) names.push_back(op.slot_names.of[k]);
+      if (op.codes.of[k] != Code::kNone) names.push_back(scale_name(op.slot_names.of[k]));
+    }
   for (const OptimizerInfo& info : optimizers)
     for (int k = 0; k < kClockNumbers; ++k)
       if (info.clock_numbers[k].name) names.push_back(info.clock_numbers[k].name);
@@ -129,11 +152,15 @@ void check_optimizer(const ga_optimizer& o) {
   check_flag(info.name, "centered", o.centered);
   check_flag(info.name, "decoupled", o.decoupled);
   check_flag(info.name, "always_adapt", o.always_adapt);
-  if (o.state_dtype != 0 && o.state_dtype != GA_F32 && o.state_dtype != GA_BF16)
-    fail(GA_ERROR_INVALID_ARGUMENT, "%s: state_dtype was %d, expected 0, GA_F32 or GA_BF16",
-         info.name, o.state_dtype);
+  if (o.state_dtype != 0 && o.state_dtype != GA_F32 && !rounds_state(o))
+    fail(GA_ERROR_INVALID_ARGUMENT,
+         "%s: state_dtype was %d, expected 0, GA_F32, GA_BF16 or GA_STATE_8BIT", info.name,
+         o.state_dtype);
   if (o.state_dtype == GA_BF16 && !info.bf16_state)
     fail(GA_ERROR_UNSUPPORTED, "%s: state_dtype was bf16, but its state is f32 only", info.name);
+  if (o.state_dtype == GA_STATE_8BIT && !info.has_codes)
+    fail(GA_ERROR_UNSUPPORTED,
+         "%s: state_dtype was GA_STATE_8BIT, but no state of it can be 8 bits", info.name);
   info.check(o);
 }
 
@@ -159,7 +186,8 @@ void check_same_state(const ga_optimizer& before, const ga_optimizer& o) {
   };
   fixed("kind", before.kind, o.kind);
   fixed("flavor", before.flavor, o.flavor);
-  fixed("state_dtype", before.state_dtype == GA_BF16, o.state_dtype == GA_BF16);
+  if (rounds_state(before) || rounds_state(o))
+    fixed("state_dtype", before.state_dtype, o.state_dtype);
   if (!same_slots(o)) {  // by which of these fields?
     ga_optimizer one = before;
     one.amsgrad = o.amsgrad;

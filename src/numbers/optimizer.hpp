@@ -18,7 +18,7 @@ struct OptimizerInfo {
   void (*check)(const ga_optimizer&);           // beyond check_optimizer()'s own checks
   int (*op)(const ga_optimizer&, bool matrix);  // position in AllOps; -1: no Op
   // See OptimizerBase.
-  bool bf16_state, matrices_only, limits_norm;
+  bool bf16_state, has_codes, matrices_only, limits_norm;
   const ClockNumber* clock_numbers;  // kClockNumbers of them
   double (*share_of_average)(const ga_optimizer&);
   bool (*lazy)(const ga_optimizer&);
@@ -40,6 +40,7 @@ struct OpInfo {
   Pass measuring, updating;
   bool factored, row_state, emits, orthogonal, output_state, reads_gradient_norm;
   SlotNames slot_names;  // factored: those of the rows and of the columns
+  SlotCodes codes;
 };
 
 // Throws GA_ERROR_INVALID_ARGUMENT for an unknown kind or flavor, GA_ERROR_UNSUPPORTED if the
@@ -48,6 +49,12 @@ const OptimizerInfo& optimizer_info(int32_t kind, int32_t flavor);
 const OpInfo& op_info(int op);
 // "AdamW" and so on, or the number itself if it is no ga_optimizer_kind.
 std::string optimizer_name(const std::string& kind);
+// Whether state is rounded stochastically.
+inline bool rounds_state(const ga_optimizer& o) {
+  return o.state_dtype == GA_BF16 || o.state_dtype == GA_STATE_8BIT;
+}
+// The name of the scales of a slot of codes. It is never freed.
+const char* scale_name(const char* slot_name);
 // The names of all state of all optimizers; some occur more than once.
 std::vector<std::string> slot_names();
 

@@ -18,6 +18,7 @@ struct AdagradOp : ElementWise {
   using Real = T;
   static constexpr int slots = 1;
   static constexpr SlotNames slot_names = {"sum"};
+  static constexpr SlotCodes codes = {Code::kPositive};
   Decay<T> decay;
   T within, outside, lr;
 

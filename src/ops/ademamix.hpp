@@ -17,6 +17,7 @@ template <class T>
 struct AdemamixOp : AdamOp<T, false, false> {
   static constexpr int slots = 3;
   static constexpr SlotNames slot_names = {"exp_avg", "exp_avg_sq", "exp_avg_slow"};
+  static constexpr SlotCodes codes = {Code::kSigned, Code::kPositive};
   T beta3, gain3, slow;
 
   GA_HD AdemamixOp(const ga_optimizer& o, const StepInput& in) : AdamOp<T, false, false>(o, in) {

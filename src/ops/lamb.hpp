@@ -25,6 +25,7 @@ struct LambOp : LayerWise {
   using Real = T;
   static constexpr int slots = 2;
   static constexpr SlotNames slot_names = {"exp_avg", "exp_avg_sq"};
+  static constexpr SlotCodes codes = {Code::kSigned, Code::kPositive};
   static constexpr Pass measuring = {true, true, true};
   static constexpr bool emits = true;
   static constexpr Pass updating = {true, false, false};

@@ -20,6 +20,7 @@ struct LarsOp : LayerWise {
   using Real = T;
   static constexpr int slots = kMomentum ? 1 : 0;
   static constexpr SlotNames slot_names = {kMomentum ? "momentum_buffer" : nullptr};
+  static constexpr SlotCodes codes = {kMomentum ? Code::kSigned : Code::kNone};
   static constexpr int norms = 1;
   static constexpr bool reads_gradient_norm = true;
   static constexpr Pass measuring = {false, false, false};

@@ -15,6 +15,7 @@ struct LionOp : ElementWise {
   using Real = T;
   static constexpr int slots = 1;
   static constexpr SlotNames slot_names = {"exp_avg"};
+  static constexpr SlotCodes codes = {Code::kSigned};
   Decay<T> decay;
   T beta1, gain1, beta2, gain2, lr;
 

@@ -80,6 +80,7 @@ struct MuonOp : LayerWise {
   static constexpr int slots = 1;
   static constexpr SlotNames slot_names = {
       {"momentum_buffer", kVariance ? "second_momentum_buffer" : nullptr}};
+  static constexpr SlotCodes codes = {Code::kSigned};
   static constexpr int norms = 1;
   static constexpr bool emits = true;
   static constexpr bool orthogonal = true;

@@ -28,6 +28,7 @@ struct NadamOp : ElementWise {
   using Real = T;
   static constexpr int slots = 2;
   static constexpr SlotNames slot_names = {"exp_avg", "exp_avg_sq"};
+  static constexpr SlotCodes codes = {Code::kSigned, Code::kPositive};
   Decay<T> decay;
   T beta1, gain1, beta2, gain2, of_g, of_m, e;
 

@@ -112,6 +112,8 @@ struct Pass {
 };
 
 constexpr int kMaxSlots = 3;
+// The arrays of state: those of the slots and, behind them, the scales of the slots that are codes.
+constexpr int kStateArrays = 2 * kMaxSlots;
 
 // The names of the state slots in torch.optim, whatever the flavor, or in timm if torch lacks the
 // optimizer: the keys under which the state is saved. Null after the last name.
@@ -119,8 +121,22 @@ struct SlotNames {
   const char* of[kMaxSlots];
 };
 
+// How a state slot may be kept in 8 bits (GA_STATE_8BIT, backend/codes.hpp). A signed code keeps fewer
+// octaves than one of numbers that are never negative. kNone: a slot that codes would spoil, whose average
+// is so slow, or whose differences are so small, that rounding hides what a step adds to it: it stays f32.
+enum class Code : unsigned char { kNone, kSigned, kPositive };
+struct SlotCodes {
+  Code of[kMaxSlots];
+};
+constexpr bool has_codes(const SlotCodes& codes) {
+  for (const Code code : codes.of)
+    if (code != Code::kNone) return true;
+  return false;
+}
+
 struct ElementWise {
   static constexpr SlotNames slot_names = {};
+  static constexpr SlotCodes codes = {};
   static constexpr int norms = 0;
   static constexpr Pass measuring = {false, false, false};
   static constexpr Pass updating = {true, true, true};

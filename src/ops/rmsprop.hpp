@@ -23,6 +23,10 @@ struct RmspropOp : ElementWise {
   static constexpr const char* buffer = kMomentum ? "momentum_buffer" : nullptr;
   static constexpr SlotNames slot_names = {"square_avg", kCentered ? "grad_avg" : buffer,
                                            kCentered ? buffer : nullptr};
+  static constexpr SlotCodes codes = {
+      kCentered ? Code::kNone : Code::kPositive,  // differences of averages hide in codes
+      kMomentum && !kCentered ? Code::kSigned : Code::kNone,
+      kMomentum&& kCentered ? Code::kSigned : Code::kNone};
   Decay<T> decay;
   T rho, rest, within, outside, mu, gain, step;
 

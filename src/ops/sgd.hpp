@@ -28,6 +28,7 @@ struct SgdMomentum : ElementWise {
   using Real = T;
   static constexpr int slots = 1;
   static constexpr SlotNames slot_names = {"momentum_buffer"};
+  static constexpr SlotCodes codes = {Code::kSigned};
   T l2, keep, gain, mu, lr;
 
   GA_HD SgdMomentum(const ga_optimizer& o, const StepInput& in)
@@ -51,6 +52,7 @@ struct SgdKerasMomentum : ElementWise {
   using Real = T;
   static constexpr int slots = 1;
   static constexpr SlotNames slot_names = {"momentum_buffer"};
+  static constexpr SlotCodes codes = {Code::kSigned};
   T decay, mu, lr;
 
   GA_HD SgdKerasMomentum(const ga_optimizer& o, const StepInput& in)

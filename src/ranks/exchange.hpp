@@ -103,7 +103,7 @@ class Exchange final : public Ranks, private Agreement {
   void begin_sharded_call(const char* what) override;
   void gather_parameters(const std::function<Changed(ga_param)>& changed,
                          const Ready& ready) override;
-  void each_piece(ga_param id, const Array& own, int64_t count, const TakePiece& take) override;
+  void each_piece(ga_param id, const DividedArray& array, const TakePiece& take) override;
 
  private:
   static constexpr int64_t kRowBytes = int64_t{8} << 20;  // of rows, at most, in one exchange

@@ -359,9 +359,11 @@ void Exchange::hand_round(float* data, int64_t count, ga_param id) {
 }
 
 // Hands every rank the whole of an array of state, piece by piece in the order of its elements: take(piece,
-// bytes). own: what this rank has of its `count` elements.
-void Exchange::each_piece(ga_param id, const Array& own, int64_t count, const TakePiece& take) {
+// bytes).
+void Exchange::each_piece(ga_param id, const DividedArray& array, const TakePiece& take) {
   constexpr int64_t kPiece = int64_t{1} << 20;  // bytes
+  constexpr int64_t kWord = 4;                  // what transports send of codes
+  const Array& own = array.own;
   const int64_t size = int64_t{dtype_info(own.format).size};
   std::vector<char> piece(static_cast<size_t>(kPiece));
   const auto from = [&](int32_t q, int64_t elements) {
@@ -369,15 +371,18 @@ void Exchange::each_piece(ga_param id, const Array& own, int64_t count, const Ta
       const int64_t n = std::min(kPiece / size, elements - at);
       const auto bytes = static_cast<size_t>(n * size);
       if (q == rank()) model_.backend->read(piece.data(), offset(own, at).data, bytes);
-      comm_->broadcast("state", piece.data(), n, own.format, q);
+      if (size == 1)
+        comm_->broadcast("state", piece.data(), (n + kWord - 1) / kWord, GA_I32, q);
+      else
+        comm_->broadcast("state", piece.data(), n, own.format, q);
       take(piece.data(), bytes);
     }
   };
   const Division& d = parts_.divisions[static_cast<size_t>(id)];
-  if (model_.params.keeper(id) == Keeper::kOwner) return from(d.owner, count);
+  if (model_.params.keeper(id) == Keeper::kOwner) return from(d.owner, array.count);
   const Param& p = model_.params[id];
   for (int32_t q = 0; q < comm_->ranks(); ++q)
-    from(q, ParamArrays::part_of(p, count, d.range(q, p.count)).count);
+    from(q, ParamArrays::part_of(array.each, d.range(q, p.count)).count);
 }
 
 }  // namespace ga

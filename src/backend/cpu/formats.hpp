@@ -89,8 +89,8 @@ struct Place {
       format = inner.format;
       data = inner.data;
     }
-    constexpr int64_t sizes[] = {0, 4, 8, 2, 2};
-    if (format > GA_BF16 || !data) return;  // NULL: a gradient of zeros
+    constexpr int64_t sizes[] = {0, 4, 8, 2, 2, 4, 8, 1};
+    if (format > GA_U8 || !data) return;  // NULL: a gradient of zeros
     size = sizes[format];
     at = static_cast<const char*>(data) + element * size;
   }

@@ -21,6 +21,7 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 
+#include "backend/codes.hpp"
 #include "backend/numbers.hpp"
 #include "ops/all.hpp"
 

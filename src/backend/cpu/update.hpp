@@ -2,6 +2,7 @@
 // Updates parameters and state by an Op of src/ops. Included in the same way as vectors.hpp.
 #pragma once
 
+#include "backend/cpu/codes.hpp"
 #include "backend/cpu/follow.hpp"
 #include "backend/cpu/sums.hpp"
 
@@ -28,11 +29,20 @@ struct Stream {
     pad_tile(tile, count);
   }
 
-  // Prefetches kAhead elements ahead of block b, or the same block of the next tile.
+  GA_INLINE void open_coded(const CodedState& s, int64_t offset, int64_t count) {
+    in_place = false;
+    out = nullptr;
+    data = tile;
+    next = Place(GA_U8, s.codes, offset + kTile);
+    load_coded(s, offset, count, tile);
+    pad_tile(tile, count);
+  }
+
+  // Prefetches `ahead` elements ahead of block b, or the same block of the next tile.
   template <int kWrite>
-  GA_INLINE void prefetch(int64_t b) const {
+  GA_INLINE void prefetch(int64_t b, int64_t ahead = kAhead) const {
     if (in_place)
-      prefetch_block<kWrite>(data + b + kAhead);
+      prefetch_block<kWrite>(data + b + ahead);
     else
       next.template prefetch_block<kWrite>(b);
   }
@@ -146,6 +156,22 @@ struct UpdateTile {
   Place next_g;
   Stream<T> p;
   Stream<T> state[kSlots + 1];
+  // Where packing a tile takes longer than to update it, memory has that time too to bring the next one.
+  int64_t ahead = kAhead;
+
+  static constexpr bool kMayBeCoded = std::is_same_v<T, float> && has_codes(Op::codes);
+
+  GA_INLINE static bool is_coded(const UpdateTask& task, int slot) {
+    return task.state[slot].format >= kSignedCodes;
+  }
+
+  // Codes are unpacked and packed block by block, so that memory is never long without a request.
+  GA_INLINE static int64_t size(const UpdateTask& task) {
+    if constexpr (kMayBeCoded)
+      for (int k = 0; k < kSlots; ++k)
+        if (is_coded(task, k)) return kCodeBlock;
+    return kTile;
+  }
 
   GA_INLINE explicit UpdateTile(const UpdateTask& task)
       : scaled(task.gradient), targets(kOutOfPlace ? task.plan->targets : nullptr) {}
@@ -164,8 +190,15 @@ struct UpdateTile {
     p.out = nullptr;
     if (kPass.parameter)
       p.open(task.param, kOutOfPlace && !kMeasuring ? &targets->param : nullptr, offset, count);
-    for (int k = 0; k < kSlots; ++k)
+    for (int k = 0; k < kSlots; ++k) {
+      if constexpr (kMayBeCoded)
+        if (is_coded(task, k)) {
+          state[k].open_coded({task.state[k], task.state[kMaxSlots + k]}, offset, count);
+          ahead = kTile;
+          continue;
+        }
       state[k].open(task.state[k], kOutOfPlace ? &targets->state[k] : nullptr, offset, count);
+    }
   }
 
   GA_INLINE void prefetch(int64_t b) const {
@@ -173,11 +206,11 @@ struct UpdateTile {
       if (g == gradient_tile)
         next_g.template prefetch_block<0>(b);
       else
-        prefetch_block<0>(g + b + kAhead);
+        prefetch_block<0>(g + b + ahead);
     }
-    if (kPass.parameter) p.template prefetch<!kMeasuring && !kOutOfPlace>(b);
+    if (kPass.parameter) p.template prefetch<!kMeasuring && !kOutOfPlace>(b, ahead);
     for (int k = 0; k < kSlots; ++k)
-      state[k].template prefetch<kPass.writes_state && !kOutOfPlace>(b);
+      state[k].template prefetch<kPass.writes_state && !kOutOfPlace>(b, ahead);
   }
 
   // Runs body(g, p, state, b) over the whole blocks at b, and end(g, p, state, b, n) on what is left, n elements.
@@ -223,9 +256,24 @@ struct UpdateTile {
   }
 
   GA_INLINE void close_state(const UpdateTask& task, int64_t offset, int64_t count) {
-    if (!kPass.writes_state || kSlots == 0 || state[0].in_place) return;
+    if (!kPass.writes_state || kSlots == 0) return;
     const Array* const to = kOutOfPlace ? targets->state : task.state;
     const auto index = static_cast<uint64_t>(task.first + offset);
+    if constexpr (kMayBeCoded)
+      for (int k = 0; k < kSlots; k += 2) {
+        CodedState slots[2];
+        const float* tiles[2] = {};
+        for (int half = 0; half < 2 && k + half < kSlots; ++half) {
+          const int slot = k + half;
+          if (!is_coded(task, slot)) continue;
+          slots[half] = {{to[slot].data, task.state[slot].format}, to[kMaxSlots + slot]};
+          tiles[half] = state[slot].data;
+        }
+        if (tiles[0] || tiles[1])
+          store_coded_pair(slots, tiles, offset, count, index,
+                           task.plan->state_key + static_cast<uint64_t>(k));
+      }
+    if (task.state[0].format != GA_BF16) return;
     for (int k = 0; k < kSlots; k += 2) {
       const uint64_t key = task.plan->state_key + static_cast<uint64_t>(k);
       if (k + 1 < kSlots)
@@ -349,8 +397,9 @@ template <class Op, bool kOutOfPlace>
 GA_INLINE void update_tiles(const Op& op, const UpdateTask& task, int64_t offset, int64_t count) {
   using T = typename Op::Real;
   UpdateTile<Op, false, kOutOfPlace> tile(task);
-  for (int64_t t = 0; t < count; t += kTile) {
-    const int64_t n = smaller(kTile, count - t);
+  const int64_t size = tile.size(task);
+  for (int64_t t = 0; t < count; t += size) {
+    const int64_t n = smaller(size, count - t);
     follow_data(task, offset + t, n);
     tile.open(task, offset + t, n);
     if constexpr (kOutOfPlace)
