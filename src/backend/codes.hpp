@@ -6,11 +6,11 @@
 // eight steps to an octave, and the largest for 1. Code 0 stands for 0. Numbers that are never negative have
 // 255 steps down from 1, over 31.9 octaves; signed ones have 127, over 15.9, and a bit for the sign.
 //
-// The element with the largest magnitude keeps its bits, since its share is 1. A code that is read and
-// rounded to the nearest code is the same code again, whatever the scale: the product of a code and a
-// normal scale is at most 2^-8 of itself off, if it is subnormal, and half a step is at least 2^-5 of it.
-// Where the largest magnitude is subnormal, s and all codes are 0. An infinity or a NaN becomes the scale,
-// and what else is in the block is lost to it.
+// The element with the largest magnitude keeps its bits, since its share is 1. A number that is read and rounded to the
+// nearest code is the same number again, whatever the scale, and the same code where it is not less than 2^-143: its
+// product with the scale, and that with the inverse, are at most 2^-7 of itself off, and half a step is at least 2^-5.
+// Where the largest magnitude is subnormal, s and all codes are 0. An infinity or a NaN becomes the scale, and what else
+// is in the block is lost to it.
 //
 // In a step, numbers are rounded stochastically: so a moving average keeps what a step changes even if that
 // is less than half a step of the code, as a second moment does with beta2 = 0.999. What is positive stays
@@ -62,7 +62,7 @@ struct Codes {
     return Lanes::floats(kSigned ? magnitude | (code & 0x80) << 24 : magnitude);
   }
 
-  // x: of a block whose scale is finite and not 0, and per_scale its inverse. random: kCodeCut bits.
+  // x: of a block whose scale is finite and not 0, and per_scale its inverse. random: see code_bits().
   GA_HD static Word write(Float x, Float per_scale, Word random) {
     const Float share = share_of(x, per_scale);
     if (!kSigned) return code(x, share, random, Word{});
@@ -105,10 +105,13 @@ struct Codes {
   }
 };
 
-// Of the 32 random bits of an element, those for the first and for the second of two slots.
+// Of the 32 random bits of an element, those for the first and for the second of two slots: kCodeCut bits, the
+// last four of them 0. So a share that its product with per_scale has put above 1, by up to five last places where
+// per_scale is subnormal, is not rounded up to a code that there is not.
+constexpr uint32_t kMostCodeBits = (1u << kCodeCut) - 16;
 template <int kHalf, class Word>
 GA_HD Word code_bits(Word random) {
-  return kHalf == 0 ? random & ((1u << kCodeCut) - 1) : random >> (32 - kCodeCut);
+  return (kHalf == 0 ? random : random >> (32 - kCodeCut)) & kMostCodeBits;
 }
 
 // The scale of a block whose largest magnitude is that.
