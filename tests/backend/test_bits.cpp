@@ -242,6 +242,62 @@ TEST(Bits, OfManyChunks) {
   });
 }
 
+// State in 8 bits, with a short last block, gradients of many magnitudes, and blocks of zeros.
+TEST(Bits, OfCodes) {
+  struct Way {
+    const char* name;
+    int32_t kind;
+    void (*set)(ga_optimizer&);
+  };
+  const Way ways[] = {
+      {"adamw", GA_OPTIMIZER_ADAMW, [](ga_optimizer&) {}},
+      {"amsgrad", GA_OPTIMIZER_ADAM, [](ga_optimizer& o) { o.amsgrad = 1; }},
+      {"sgd", GA_OPTIMIZER_SGD, [](ga_optimizer& o) { o.momentum = 0.9, o.nesterov = 1; }},
+      {"rmsprop", GA_OPTIMIZER_RMSPROP, [](ga_optimizer& o) { o.momentum = 0.9; }},
+      {"centered", GA_OPTIMIZER_RMSPROP, [](ga_optimizer& o) { o.momentum = 0.9, o.centered = 1; }},
+      {"ademamix", GA_OPTIMIZER_ADEMAMIX, [](ga_optimizer&) {}},
+      {"lamb", GA_OPTIMIZER_LAMB, [](ga_optimizer&) {}},
+  };
+  for (const Way& way : ways)
+    for (const int32_t dtype : {GA_F32, GA_BF16})
+      expect_on_all_levels(
+          std::string("codes-") + way.name + (dtype == GA_BF16 ? "-bf16" : ""), [&](Hash& hash) {
+            ga_optimizer o = optimizer(way.kind);
+            way.set(o);
+            o.state_dtype = GA_STATE_8BIT;
+            Context ctx;
+            const ga_group group = ctx.group(o);
+            Tensor p = random_tensor(dtype, 70001, 1), q = random_tensor(dtype, 4097, 2);
+            ga_param_options masters = options();
+            masters.master = GA_MASTER_NONE;
+            const ga_param id = add(ctx, group, p);
+            add(ctx, group, q, {}, masters);
+            for (uint64_t t = 0; t < 4; ++t) {
+              Tensor g = random_tensor(dtype, p.count(), 10 + t);
+              for (int64_t i = 0; i < g.count(); ++i) {
+                const int64_t block = i / 256 % 8;
+                g.set(i, block == 7 ? 0 : std::ldexp(g.get(i), static_cast<int>(-i % 5 * block)));
+              }
+              const Tensor h = random_tensor(dtype, q.count(), 20 + t);
+              accumulate(ctx, {&g, &h});
+              step(ctx);
+            }
+            hash.add(p);
+            hash.add(q);
+            int32_t count = 0;
+            EXPECT_OK(ga_state_count(ctx, id, &count));
+            for (int32_t k = 0; k < count; ++k) {
+              ga_state_info info;
+              EXPECT_OK(ga_state_info_init(&info, sizeof info));
+              EXPECT_OK(ga_state_describe(ctx, id, k, &info));
+              if (info.dtype != GA_U8 && info.dtype != GA_F32) continue;
+              Tensor state(GA_F32, info.count);
+              EXPECT_OK(ga_state_get(ctx, id, info.name, state.data(), GA_F32, info.count));
+              hash.add(state);
+            }
+          });
+}
+
 // Squares that underflow or overflow in float32, and zeros, so that tiles are summed in double.
 TEST(Bits, OfTinyAndHugeGradients) {
   for (const double scale : {0x1p-45, 0x1p-50, 0x1p-70, 0x1p66}) {

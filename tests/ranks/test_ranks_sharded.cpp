@@ -27,7 +27,10 @@ std::map<std::string, std::string> state_of(ga_context* ctx, ga_param id) {
     ga_state_info info;
     EXPECT_OK(ga_state_info_init(&info, sizeof info));
     EXPECT_OK(ga_state_describe(ctx, id, k, &info));
-    const int64_t size = info.dtype == GA_BF16 ? 2 : info.dtype == GA_F32 ? 4 : 8;
+    const int64_t size = info.dtype == GA_U8     ? 1
+                         : info.dtype == GA_BF16 ? 2
+                         : info.dtype == GA_F32  ? 4
+                                                 : 8;
     std::string bytes(static_cast<size_t>(info.count * size), '\0');
     EXPECT_OK(ga_state_get(ctx, id, info.name, bytes.data(), info.dtype, info.count));
     all[info.name] = bytes;
@@ -168,7 +171,14 @@ const Mix kMixes[] = {
     {"schedule_free_without_masters", GA_BF16, GA_F32, 0, 0, GA_ROUND_STOCHASTIC, GA_MASTER_NONE,
      GA_OPTIMIZER_SCHEDULE_FREE_ADAMW, -1, false, true},
     {"schedule_free_with_an_ema", GA_BF16, GA_F32, 0, 0, GA_ROUND_NEAREST, GA_MASTER_F32,
-     GA_OPTIMIZER_SCHEDULE_FREE_ADAMW}};
+     GA_OPTIMIZER_SCHEDULE_FREE_ADAMW},
+    {"codes", GA_BF16, GA_F32, GA_STATE_8BIT, 0, GA_ROUND_NEAREST, GA_MASTER_F32},
+    {"codes_by_chance", GA_BF16, GA_BF16, GA_STATE_8BIT, GA_BF16, GA_ROUND_STOCHASTIC,
+     GA_MASTER_NONE, GA_OPTIMIZER_ADEMAMIX},
+    {"codes_by_rows", GA_BF16, GA_F32, GA_STATE_8BIT, 0, GA_ROUND_NEAREST, GA_MASTER_F32,
+     GA_OPTIMIZER_ADAMW, GA_CLIP_WHEN_STEP, true},
+    {"codes_of_lamb", GA_BF16, GA_F32, GA_STATE_8BIT, 0, GA_ROUND_NEAREST, GA_MASTER_F32,
+     GA_OPTIMIZER_LAMB}};
 
 INSTANTIATE_TEST_SUITE_P(All, RanksShardedMix,
                          testing::Combine(testing::ValuesIn(kMixes), testing::Values(1, 2, 3, 4)),
