@@ -43,7 +43,7 @@ html_show_sphinx = False
 
 def _docstring(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
     """A docstring has links to pages, and none of reStructuredText's substitutions: |G|^2 is a norm."""
-    lines[:] = [re.sub(r"\bdocs/([\w-]+)\.md", r":doc:`/docs/\1`", line.replace("|", "\\|")) for line in lines]
+    lines[:] = [re.sub(r"\bdocs/([\w/-]+)\.md", r":doc:`/docs/\1`", line.replace("|", "\\|")) for line in lines]
 
 
 def _public(text: str | None) -> str | None:

@@ -39,7 +39,7 @@ PAGES: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
     "library": ("Errors and the library", "/docs/python", "gradaccum", (
         "Error", "Status", "version", "build", "build_info", "Build", "device_count", "no_device_reason",
     )),
-    "torch": ("gradaccum.torch", "/docs/moving", "gradaccum.torch", (
+    "torch": ("gradaccum.torch", "/docs/torch", "gradaccum.torch", (
         "Optimizer", "WindowOptions", "wrap", "convert_batchnorm",
     )),
     "keras": ("gradaccum.keras", "/docs/keras", "gradaccum.keras", ()),

@@ -5,7 +5,7 @@ usage: fsdp.py [--steps N] [--ranks N]
 
 The ranks get different numbers of sequences. Each window is clipped by its norm over all ranks, and is one batch of all
 their sequences: the same one for any number of ranks, so that the losses that are printed are the same but for rounding.
-Needs torch. docs/moving.md explains the optimizer.
+Needs torch. docs/torch.md explains the optimizer.
 """
 
 from __future__ import annotations

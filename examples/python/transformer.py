@@ -7,7 +7,7 @@ Three runs see the same batches of 32 lines. One takes each batch whole. One add
 loops by hand do, each divided by four, although their lines have different numbers of characters. One gives
 each micro-batch to gradaccum with its number of characters. The last one is the first one but for rounding.
 Writes the losses as a table and a picture. Needs torch, and for the picture matplotlib; a progress bar comes
-with tqdm. docs/moving.md explains the optimizer.
+with tqdm. docs/torch.md explains the optimizer.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def bert_recipe(task: Regression, steps: int, first: int) -> dict[str, Any]:
 
 
 def test_the_recipe_of_bert() -> None:
-    path = pathlib.Path(os.environ.get("GA_HEADER", "")).parents[2] / "docs" / "moving.md"
+    path = pathlib.Path(os.environ.get("GA_HEADER", "")).parents[2] / "docs" / "moving" / "bert.md"
     (block,) = re.findall(r"<!-- test: bert -->\n```python\n(.*?)```", path.read_text(), re.S)
     task = Regression()
     parameters = {name: value.copy() for name, value in task.begin.items()}

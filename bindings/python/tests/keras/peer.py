@@ -3,7 +3,7 @@
 
     python peer.py <folder>
 
-reads data.npz and blocks.json (the code of docs/moving.md) from the folder, and writes theirs.npz.
+reads data.npz and blocks.json (the code of docs/moving/gradientaccumulator.md) from the folder, and writes theirs.npz.
 """
 
 import json
@@ -43,7 +43,7 @@ for case, block in json.loads((folder / "blocks.json").read_text()).items():
             return fit(model, *arguments, **options)
 
         keras.Model.fit = fit_from
-    exec(compile(block, f"docs/moving.md: {case}", "exec"), names)
+    exec(compile(block, f"docs/moving/gradientaccumulator.md: {case}", "exec"), names)
     if case == "batch_norm":
         keras.Model.fit = fit
     keep(case, names["model"])

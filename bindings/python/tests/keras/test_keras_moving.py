@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Keras part of docs/moving.md: its blocks run, and what it says of the numbers is so.
+"""The pages of docs/moving about Keras: their blocks run, and what they say of the numbers is so.
 
 Exact is what whole batches give, or, with batch normalisation, the mean of the micro-batches' gradients.
 Errors are in parts of the distance that exact training moves.
@@ -22,11 +22,11 @@ import numpy as np
 import pytest
 
 FOLDER = pathlib.Path(__file__).parent
-PAGE = pathlib.Path(os.environ["GA_HEADER"]).parents[2] / "docs" / "moving.md"
+PAGES = pathlib.Path(os.environ["GA_HEADER"]).parents[2] / "docs" / "moving"
 DATA = networks.made_data()
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 K = 4
-BLOCKS = ("model", "batch_norm", "mixed", "optimizer")  # of the page's part on GradientAccumulator
+BLOCKS = ("model", "batch_norm", "mixed", "optimizer")  # of the page on GradientAccumulator
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,8 @@ def single(double: None) -> Iterator[None]:
 
 
 def blocks(whose: str) -> dict[str, str]:
-    return dict(re.findall(rf"<!-- test: {whose}_(\w+) -->\n```python\n(.*?)```", PAGE.read_text(), re.S))
+    text = "".join((PAGES / page).read_text() for page in ("gradientaccumulator.md", "keras.md"))
+    return dict(re.findall(rf"<!-- test: {whose}_(\w+) -->\n```python\n(.*?)```", text, re.S))
 
 
 def run(name: str, monkeypatch: pytest.MonkeyPatch, whose: str = "ours") -> dict[str, Any]:
@@ -56,7 +57,7 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch, whose: str = "ours") -> dict
     names = {
         "cnn": lambda: networks.cnn(keras, DATA), "loss": LOSS, "images": DATA["images"], "labels": DATA["labels"]
     }  # fmt: skip
-    exec(compile(blocks(whose)[name], f"docs/moving.md: {name}", "exec"), names)
+    exec(compile(blocks(whose)[name], f"docs/moving: {name}", "exec"), names)
     monkeypatch.undo()
     return networks.weights(names["model"])
 
@@ -188,7 +189,7 @@ def test_the_block_of_keras(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_accumulators_of_keras() -> None:
-    """Their dtype, as docs/moving.md says."""
+    """Their dtype, as docs/moving/keras.md says."""
     keras.config.set_dtype_policy("bfloat16")
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
     optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=K)

@@ -56,8 +56,8 @@ def weighted(rank: int) -> Any:
 
 
 def documented(rank: int) -> Any:
-    """The block of docs/moving.md."""
-    page = pathlib.Path(os.environ["GA_HEADER"]).parents[2] / "docs" / "moving.md"
+    """The block of docs/torch.md."""
+    page = pathlib.Path(os.environ["GA_HEADER"]).parents[2] / "docs" / "torch.md"
     (block,) = re.findall(r"<!-- test: ddp -->\n```python\n(.*?)```", page.read_text(), re.S)
     names = {"torch": torch, "net": Task().net(), "batches": batches(rank), "loss_of": Task().loss}
     exec(compile(block, str(page), "exec"), names)

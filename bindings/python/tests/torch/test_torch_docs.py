@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The code of docs/moving.md runs, and its loops reach what whole batches reach."""
+"""The code of docs/moving for torch runs, and its loops reach what whole batches reach."""
 
 import os
 import pathlib
@@ -18,10 +18,12 @@ K = 4  # of the Trainer's block
 
 
 def blocks() -> dict[str, str]:
-    path = pathlib.Path(os.environ["GA_HEADER"]).parents[2] / "docs" / "moving.md"
-    found = re.findall(r"<!-- test: (\w+) -->\n```python\n(.*?)```", path.read_text(), re.S)
-    assert len(found) == path.read_text().count("```python")
-    return dict(found)
+    folder = pathlib.Path(os.environ["GA_HEADER"]).parents[2] / "docs" / "moving"
+    pages = ("torch", "counting", "accelerate", "lightning", "transformers")
+    text = "".join((folder / f"{page}.md").read_text() for page in pages)
+    found = dict(re.findall(r"<!-- test: (\w+) -->\n```python\n(.*?)```", text, re.S))
+    assert len(found) == text.count("```python")
+    return found
 
 
 def test_the_guide_of_the_package() -> None:
@@ -54,7 +56,7 @@ def run(name: str, task: Task, clips: bool = True, sizes: tuple[int, ...] = (2, 
     names: dict[str, Any] = {
         "net": net, "torch": torch, "K": len(sizes), "batches": batches, "loss_of": task.loss, "trained": net,
     }  # fmt: skip
-    exec(compile("\n".join(lines), f"docs/moving.md: {name}", "exec"), names)
+    exec(compile("\n".join(lines), f"docs/moving: {name}", "exec"), names)
     return names
 
 

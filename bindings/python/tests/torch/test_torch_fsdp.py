@@ -478,8 +478,8 @@ def batches_of(task: Task, rank: int, count: int) -> list[list[tuple[Tensor, Ten
 
 
 def documented(rank: int, count: int, _: str) -> Any:
-    """The block of docs/moving.md, and the same batches as a whole in torch."""
-    page = pathlib.Path(os.environ["GA_HEADER"]).parents[2] / "docs" / "moving.md"
+    """The block of docs/torch.md, and the same batches as a whole in torch."""
+    page = pathlib.Path(os.environ["GA_HEADER"]).parents[2] / "docs" / "torch.md"
     (block,) = re.findall(r"<!-- test: fsdp -->\n```python\n(.*?)```", page.read_text(), re.S)
     task = Task()
     names: dict[str, Any] = {

@@ -2,7 +2,7 @@
 """Loops that programs bring along, with the optimizer's line changed, against whole batches of torch in f64.
 
 Micro-batches are uneven, and the last window of the epoch is short. A loop is exact, refused, warned of once, or the
-same as torch's own, as docs/moving.md says: nothing else. Run as a program, this prints the distances.
+same as torch's own, as docs/moving says: nothing else. Run as a program, this prints the distances.
 """
 
 import functools
@@ -339,7 +339,7 @@ class Row:
     apart: float = 0.0
     """The least distance of a loop that is warned of; else it is exact."""
     documented: float = 0.0
-    """The distance of a loop that is not exact, cannot be seen, and has a line in docs/moving.md."""
+    """The distance of a loop that is not exact, cannot be seen, and has a line in docs/moving."""
 
 
 clipped = functools.partial(whole, clip=True)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What other ways to accumulate do to the numbers, each beside the library on the same task.
 
-The peers' numbers are asserted too: once a peer is mended, its case here fails, and docs/moving.md is to be
+The peers' numbers are asserted too: once a peer is mended, its case here fails, and docs/moving is to be
 changed.
 """
 

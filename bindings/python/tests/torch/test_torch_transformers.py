@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Trainer of transformers with the optimizer of docs/moving.md, and what it does by itself.
+"""The Trainer of transformers with the optimizer of docs/moving/transformers.md, and what it does by itself.
 
-The Trainer's numbers are asserted too: once it is mended, a case here fails, and docs/moving.md is to be changed.
+The Trainer's numbers are asserted too: once it is mended, a case here fails, and docs/moving is to be changed.
 """
 
 import os
@@ -93,7 +93,7 @@ def ours(net: torch.nn.Module, given: Any, weight: str = TOKENS, optimizer: str 
         assert code.count(old) == 1
         code = code.replace(old, new)
     names: dict[str, Any] = {"net": net, "dataset": dataset(net), "arguments": given}
-    exec(compile(code, "docs/moving.md: transformers", "exec"), names)
+    exec(compile(code, "docs/moving/transformers.md", "exec"), names)
     return names["trainer"]
 
 
