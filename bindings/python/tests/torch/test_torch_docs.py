@@ -60,26 +60,42 @@ def run(name: str, task: Task, clips: bool = True, sizes: tuple[int, ...] = (2, 
     return names
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 2, 2), (3, 2, 2, 1), (5, 3)])
-@pytest.mark.parametrize("name", ["ours", "counting", "accelerate", "lightning"])
-def test_a_loop_reaches_what_whole_batches_reach(name: str, sizes: tuple[int, ...], task: Task) -> None:
-    """By the loop by hand, whose only micro-batch is the batch."""
-    if name in ("accelerate", "lightning"):
-        pytest.importorskip(name)
-    want = run("hand", task, clips=name == "ours", sizes=(8,))["trained"]
-    if sizes == (2, 2, 2, 2):  # alike, so that the loop by hand is right
-        close(want, run("hand", task, clips=name == "ours")["trained"], 1e-12)
-    got = run(name, task, sizes=sizes)
-    if name == "lightning":
+def trained(name: str, task: Task, sizes: tuple[int, ...]) -> torch.nn.Module:
+    """The network of a block, after a Trainer has run if the block only describes the module."""
+    if name.partition("_")[0] in ("accelerate", "lightning"):
+        pytest.importorskip(name.partition("_")[0])
+    got = run(name, task, clips=name == "ours", sizes=sizes)
+    if "Module" in got:
         import lightning
 
         flat = [micro for batch in got["batches"] for micro in batch]
         module = got["Module"](got["net"])
+        steps = got["trainer"].accumulate_grad_batches if "trainer" in got else 1
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             trainer = lightning.Trainer(
-                max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
-                enable_progress_bar=False, enable_model_summary=False,
+                max_epochs=1, accumulate_grad_batches=steps, accelerator="cpu", logger=False,
+                enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
             )  # fmt: skip
             trainer.fit(module, torch.utils.data.DataLoader(flat, batch_size=None))
-    close(want, got["trained"], 1e-12)
+    net: torch.nn.Module = got["trained"]
+    return net
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2, 2), (3, 2, 2, 1), (5, 3)])
+@pytest.mark.parametrize("name", ["ours", "counting", "accelerate", "lightning"])
+def test_a_loop_reaches_what_whole_batches_reach(name: str, sizes: tuple[int, ...], task: Task) -> None:
+    """By the loop by hand, whose only micro-batch is the batch."""
+    want = run("hand", task, clips=name == "ours", sizes=(8,))["trained"]
+    if sizes == (2, 2, 2, 2):  # alike, so that the loop by hand is right
+        close(want, run("hand", task, clips=name == "ours")["trained"], 1e-12)
+    close(want, trained(name, task, sizes), 1e-12)
+
+
+@pytest.mark.parametrize("name", ["accelerate_theirs", "lightning_theirs"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_loop_of_theirs_does_so_with_equal_micro_batches(name: str, task: Task) -> None:
+    want = run("hand", task, clips=False, sizes=(8,))["trained"]
+    close(want, trained(name, task, (2, 2, 2, 2)), 1e-12)
+    with pytest.raises(AssertionError):
+        close(want, trained(name, task, (3, 2, 2, 1)), 1e-3)

@@ -107,6 +107,15 @@ def losses(trainer: Any) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+def test_the_block_of_theirs(tmp_path: pathlib.Path) -> None:
+    """It is the Trainer that the cases below compare with."""
+    got, want = language_model(), language_model()
+    theirs(want, 2, K, tmp_path, torch.optim.AdamW(want.parameters(), lr=1e-2))
+    names: dict[str, Any] = {"net": got, "dataset": dataset(got), "arguments": arguments(2, K, tmp_path)}
+    exec(compile(blocks()["transformers_theirs"], "docs/moving/transformers.md", "exec"), names)
+    assert off(got, want) == 0 < off(got, language_model())
+
+
 def test_a_language_model(tmp_path: pathlib.Path) -> None:
     want, net, hand = language_model(), language_model(), language_model()
     whole = theirs(want, 2 * K, 1, tmp_path)
