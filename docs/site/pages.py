@@ -22,7 +22,10 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 SITE = ROOT / "docs" / "site"
 
 # Markdown that is a page where it is. The README's place is taken by site/index.md.
-PLACES = ("docs/*.md", "docs/moving/*.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "src/*/README.md")
+PLACES = (
+    "docs/*.md", "docs/moving/*.md", "docs/performance/*.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md",
+    "src/*/README.md",
+)  # fmt: skip
 _LINK = re.compile(r"(\]\()([^)\s#<>]+)(#[^)\s]*)?(?=\))")
 _SOURCE = re.compile(r"/source/([\w./-]+)")
 _LANGUAGES = {
