@@ -30,7 +30,7 @@ _LINK = re.compile(r"(\]\()([^)\s#<>]+)(#[^)\s]*)?(?=\))")
 _SOURCE = re.compile(r"/source/([\w./-]+)")
 _LANGUAGES = {
     ".c": "c", ".h": "c", ".cpp": "cpp", ".hpp": "cpp", ".cu": "cuda", ".cuh": "cuda", ".py": "python", ".java": "java",
-    ".cs": "csharp", ".txt": "none", ".cmake": "cmake", ".md": "markdown",
+    ".cs": "csharp", ".txt": "none", ".cmake": "cmake", ".md": "markdown", ".json": "json",
 }  # fmt: skip
 
 
