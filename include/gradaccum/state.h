@@ -18,6 +18,8 @@ extern "C" {
 
      "exp_avg", ...   optimizer state, under its name in torch.optim, or in timm if torch lacks the
                       optimizer, whatever the flavor; docs/reference.md has the list
+     "exp_avg_scale"  and so on: with GA_STATE_8BIT, the scales of the codes in "exp_avg"; f32, one
+                      for every 256 elements of the parameter from its first on
      "step"           GA_I64, the updates of this parameter. GA_FLAVOR_TORCH; other flavors count
                       the context's steps, see ga_context_set_steps
      "mu_product"     GA_F64. GA_OPTIMIZER_NADAM, GA_FLAVOR_TORCH
@@ -46,10 +48,13 @@ GA_API ga_status ga_state_describe(const ga_context* ctx, ga_param param, int32_
                                    ga_state_info* out);
 
 /* Read or write an array of state whole. out, data: [count] of dtype, both as ga_state_describe
-   says: nothing is rounded. Both allocate as ga_prepare does. Between windows. Wait. Optimizer
+   says: nothing is rounded. Codes, of GA_U8, are also read and written as the numbers that they
+   stand for, of GA_F32: then data is rounded to the nearest codes, and the scales are written too.
+   Both allocate as ga_prepare does. Between windows. Wait. Optimizer
    state that is written counts as that of at least one update: a "step" of 0 becomes 1. So write
    "step" last. GA_ERROR_INVALID_ARGUMENT: the parameter has no state of that name, dtype and count;
-   the message lists what there is. GA_ERROR_INVALID_STATE: it has always been frozen. */
+   the message lists what there is. Or a scale is not 0 or a positive normal number; or a number for
+   codes is not finite, or negative where state never is. GA_ERROR_INVALID_STATE: it has always been frozen. */
 GA_API ga_status ga_state_get(ga_context* ctx, ga_param param, const char* name, void* out,
                               ga_dtype dtype, int64_t count);
 GA_API ga_status ga_state_set(ga_context* ctx, ga_param param, const char* name, const void* data,
