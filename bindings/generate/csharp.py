@@ -25,7 +25,7 @@ _ENUMERATORS = {
     "GA_OPTIMIZER_ADAMW": "AdamW", "GA_OPTIMIZER_RMSPROP": "RmsProp", "GA_OPTIMIZER_NADAM": "NAdam",
     "GA_OPTIMIZER_RADAM": "RAdam", "GA_OPTIMIZER_ADEMAMIX": "AdEmaMix",
     "GA_OPTIMIZER_SCHEDULE_FREE_ADAMW": "ScheduleFreeAdamW", "GA_BF16": "BF16", "GA_COMM_WIRE_BF16": "BF16",
-    "GA_AGC_NFNETS": "NfNets", "GA_NO_TRANSPOSE": "No", "GA_TRANSPOSE": "Yes",
+    "GA_AGC_NFNETS": "NfNets", "GA_STATE_8BIT": "State8Bit", "GA_NO_TRANSPOSE": "No", "GA_TRANSPOSE": "Yes",
 }  # fmt: skip
 _FIELDS = {
     "ns_steps": "NewtonSchulzSteps", "ns_precision": "NewtonSchulzPrecision",

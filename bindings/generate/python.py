@@ -50,8 +50,8 @@ _MEMBERS = {
     "ga_dtype": '''
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
-        return (0, 4, 8, 2, 2, 4, 8)[self]
+        """Bytes of an element; of STATE_8BIT, without the scales of blocks."""
+        return 1 if self is Dtype.STATE_8BIT else (0, 4, 8, 2, 2, 4, 8, 1)[self]
 ''',
     "ga_step_result": '''
     @property

@@ -1,10 +1,11 @@
   /**
-   * The size of an element.
+   * The size of an element; of {@link #STATE_8BIT}, without the scales of blocks.
    *
    * @return bytes
    */
   public int bytes() {
     return switch (this) {
+      case U8, STATE_8BIT -> 1;
       case F16, BF16 -> 2;
       case F32, I32 -> 4;
       case F64, I64 -> 8;
