@@ -44,7 +44,10 @@ PyObject* new_export(void* data, int32_t dtype, std::vector<int64_t> shape, dlpa
     dense *= exported->shape[i];
   }
   const bool is_index = dtype == GA_I32 || dtype == GA_I64;
-  const int code = dtype == GA_BF16 ? dlpack::kBfloat : is_index ? dlpack::kInt : dlpack::kFloat;
+  const int code = dtype == GA_BF16 ? dlpack::kBfloat
+                   : dtype == GA_U8 ? dlpack::kUInt
+                   : is_index       ? dlpack::kInt
+                                    : dlpack::kFloat;
   ManagedTensor& managed = exported->managed;
   mark(&managed, read_only);
   managed.manager_ctx = exported;

@@ -57,12 +57,12 @@ const Names& names() {
 
 // ---- What is expected ---------------------------------------------------------------------------
 
-enum : int32_t { kAnyFloat = 0, kAnyIndex = -1 };
+enum : int32_t { kAnyFloat = 0, kAnyIndex = -1, kCodesOrNumbers = -2 };
 
 // What a tensor must be like. A capsule owns it.
 struct Expected {
   std::string what;  // "gradient of parameter \"w\"", for messages
-  int32_t dtype;     // a ga_dtype, kAnyFloat or kAnyIndex
+  int32_t dtype;     // a ga_dtype, kAnyFloat, kAnyIndex, or kCodesOrNumbers: GA_U8 or GA_F32
   bool has_shape;
   std::vector<int64_t> shape;
   int64_t least;  // elements, where there is no shape
@@ -159,6 +159,10 @@ const char* name_of(int32_t dtype) {
       return "int32";
     case GA_I64:
       return "int64";
+    case GA_U8:
+      return "uint8";
+    case kCodesOrNumbers:
+      return "uint8 for codes, or float32 for numbers";
     case kAnyIndex:
       return "int32 or int64";
     default:
@@ -167,7 +171,10 @@ const char* name_of(int32_t dtype) {
 }
 
 int64_t size_of(int32_t dtype) {
-  return dtype == GA_F64 || dtype == GA_I64 ? 8 : dtype == GA_F32 || dtype == GA_I32 ? 4 : 2;
+  return dtype == GA_F64 || dtype == GA_I64   ? 8
+         : dtype == GA_F32 || dtype == GA_I32 ? 4
+         : dtype == GA_U8                     ? 1
+                                              : 2;
 }
 
 std::string text_of(const std::vector<int64_t>& shape) {
@@ -188,6 +195,7 @@ int32_t dtype_of(int code, int bits, int32_t expected) {
   if (code == dlpack::kBfloat) return bits == 16 ? GA_BF16 : 0;
   if (bits == 16 && (expected == GA_F16 || expected == GA_BF16)) return expected;
   if (code == dlpack::kInt) return bits == 32 ? GA_I32 : bits == 64 ? GA_I64 : 0;
+  if (code == dlpack::kUInt) return bits == 8 ? GA_U8 : 0;
   return 0;
 }
 
@@ -195,9 +203,10 @@ int32_t dtype_of(int code, int bits, int32_t expected) {
 template <typename Text>
 bool check_dtype(const Expected& expected, int32_t dtype, Text text) {
   const bool is_index = dtype == GA_I32 || dtype == GA_I64;
-  const bool fits = expected.dtype == kAnyFloat   ? dtype != 0 && !is_index
-                    : expected.dtype == kAnyIndex ? is_index
-                                                  : dtype == expected.dtype;
+  const bool fits = expected.dtype == kAnyFloat         ? dtype != 0 && !is_index && dtype != GA_U8
+                    : expected.dtype == kAnyIndex       ? is_index
+                    : expected.dtype == kCodesOrNumbers ? dtype == GA_U8 || dtype == GA_F32
+                                                        : dtype == expected.dtype;
   if (fits) return true;
   refuse(PyExc_TypeError, expected,
          "the tensor has elements of " + (dtype != 0 ? std::string(name_of(dtype)) : text()) +
@@ -452,7 +461,7 @@ int32_t dtype_of_format(const char* format, Py_ssize_t size, int32_t expected, b
   const int bits = static_cast<int>(8 * size);
   if (std::strchr("efd", *letter) != nullptr) return dtype_of(dlpack::kFloat, bits, expected);
   if (std::strchr("hilqn", *letter) != nullptr) return dtype_of(dlpack::kInt, bits, expected);
-  if (std::strchr("HILQN", *letter) != nullptr) return dtype_of(dlpack::kUInt, bits, expected);
+  if (std::strchr("BHILQN", *letter) != nullptr) return dtype_of(dlpack::kUInt, bits, expected);
   return 0;
 }
 

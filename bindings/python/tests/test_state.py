@@ -163,6 +163,80 @@ def test_state_by_name() -> None:
     assert not np.from_dlpack(net.params[0].get_state("exp_avg")).any()  # type: ignore[arg-type]
 
 
+def coded(state_dtype: ga.Dtype = ga.Dtype.STATE_8BIT) -> tuple[ga.Context, ga.Param, Any]:
+    """A context after three steps of AdamW on a parameter that is large enough for state in 8 bits."""
+    w = np.ones((50, 100), np.float32)
+    context = ga.Context()
+    group = context.add_group(ga.Optimizer(ga.OptimizerKind.ADAMW, lr=0.01, state_dtype=state_dtype))
+    param = context.add_param(group, "w", w)
+    random = np.random.default_rng(3)
+    for _ in range(3):
+        context.accumulate([random.standard_normal(w.shape).astype(np.float32)])
+        context.step()
+    return context, param, w
+
+
+def test_state_in_8_bits_is_codes_or_numbers() -> None:
+    context, param, _ = coded()
+    assert {info.name: (info.dtype, info.count) for info in param.states} == {
+        "exp_avg": (ga.Dtype.U8, 5000), "exp_avg_scale": (ga.Dtype.F32, 20),
+        "exp_avg_sq": (ga.Dtype.U8, 5000), "exp_avg_sq_scale": (ga.Dtype.F32, 20), "step": (ga.Dtype.I64, 1),
+    }  # fmt: skip
+    plain = coded(ga.Dtype.F32)[1]
+    for name in ("exp_avg", "exp_avg_sq"):
+        codes: Any = np.from_dlpack(param.get_state(name))  # type: ignore[arg-type]
+        scale: Any = np.from_dlpack(param.get_state(f"{name}_scale"))  # type: ignore[arg-type]
+        numbers: Any = np.from_dlpack(param.get_state(name, dtype=ga.Dtype.F32))  # type: ignore[arg-type]
+        assert codes.dtype == np.uint8 and codes.shape == numbers.shape == (50, 100) and scale.shape == (20,)
+        assert numbers.dtype == np.float32
+        np.testing.assert_array_equal(np.abs(numbers).reshape(-1)[: 19 * 256].reshape(19, 256).max(1), scale[:19])
+        expected: Any = np.from_dlpack(plain.get_state(name))  # type: ignore[arg-type]
+        assert np.abs(numbers - expected).max() < 0.5 * np.abs(expected).max()
+        assert np.abs(numbers - expected).mean() < 0.1 * np.abs(expected).mean()
+        out = np.empty((50, 100), np.float32)
+        assert param.get_state(name, out) is out
+        np.testing.assert_array_equal(out, numbers)
+        # Numbers of codes become the same codes; codes and scales are written as they are.
+        for written in (numbers, codes):
+            param.set_state(name, np.zeros_like(numbers))
+            assert not np.from_dlpack(param.get_state(name, dtype=ga.Dtype.F32)).any()  # type: ignore[arg-type]
+            param.set_state(name, written)
+            param.set_state(f"{name}_scale", scale)
+            np.testing.assert_array_equal(np.from_dlpack(param.get_state(name)), codes)  # type: ignore[arg-type]
+            param.get_state(name, out)
+            np.testing.assert_array_equal(out, numbers)
+    with pytest.raises(ga.Error, match="expected a finite number >= 0"):
+        param.set_state("exp_avg_sq", np.full((50, 100), -1, np.float32))
+    with pytest.raises(TypeError, match="float64, expected uint8 for codes, or float32 for numbers"):
+        param.set_state("exp_avg", np.zeros((50, 100)))
+    with pytest.raises(TypeError, match="uint8, expected float32"):
+        param.set_state("exp_avg_scale", np.zeros(20, np.uint8))
+    with pytest.raises(ValueError, match='dtype was F64, but state "exp_avg" has U8, or F32'):
+        param.get_state("exp_avg", dtype=ga.Dtype.F64)
+    with pytest.raises(ValueError, match='dtype was F32, but state "step" has I64$'):
+        param.get_state("step", dtype=ga.Dtype.F32)
+    with pytest.raises(ValueError, match="beside out"):
+        param.get_state("exp_avg", out, dtype=ga.Dtype.F32)
+    with pytest.raises(TypeError, match="expected a Dtype of elements"):
+        ga.Tensor(4096, [1], ga.Dtype.STATE_8BIT)
+    assert (ga.Dtype.U8.itemsize, ga.Dtype.STATE_8BIT.itemsize) == (1, 1)
+    context.close()
+
+
+def test_a_run_with_state_in_8_bits_goes_on() -> None:
+    first, second = coded(), coded()
+    second[2][:] = 0
+    gradient = np.full((50, 100), 0.5, np.float32)
+    second[0].load(first[0].save_bytes())
+    for context, _, _ in (first, second):
+        context.accumulate([gradient])
+        context.step()
+    assert first[2].tobytes() == second[2].tobytes()
+    for name in ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"):
+        a, b = (np.from_dlpack(param.get_state(name)) for _, param, _ in (first, second))  # type: ignore[arg-type]
+        np.testing.assert_array_equal(a, b)
+
+
 # Saves a step of Muon in bf16, or loads it with its settings into a group of f32.
 MUON = """
 import array, sys

@@ -128,6 +128,14 @@ def test_integers_of_16_bits_need_a_dtype() -> None:
     assert (data == 3).all()
 
 
+def test_bytes_are_no_parameter() -> None:
+    for data in (np.zeros(4, np.uint8), bytearray(4)):
+        with pytest.raises(TypeError, match="uint8, expected float32, float64, float16 or bfloat16"):
+            one(data)
+    with pytest.raises(TypeError, match="bits|format"):
+        one(np.zeros(4, np.int8))
+
+
 def test_buffers_of_the_standard_library() -> None:
     data = array.array("d", [4.0] * 6)
     context, param = one(data, shape=(2, 3))

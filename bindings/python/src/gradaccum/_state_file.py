@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-ITEMSIZES = {"F32": 4, "F64": 8, "F16": 2, "BF16": 2, "I64": 8}
+ITEMSIZES = {"F32": 4, "F64": 8, "F16": 2, "BF16": 2, "I64": 8, "U8": 1}
 
 
 def entries(header: bytes) -> dict[str, Any]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import _raw
 from .enums import Device, Dtype
 from .options import Clip, Optimizer, ParamInfo, ParamOptions, Schedule, StateInfo
-from .tensor import HOST, Tensor, TensorLike, new_tensor
+from .tensor import CODES_OR_NUMBERS, HOST, Tensor, TensorLike, new_tensor
 
 if TYPE_CHECKING:
     from .context import Context
@@ -273,28 +273,50 @@ class Param:
         names = ", ".join(info.name for info in infos) or "none"
         raise KeyError(f'parameter "{self.name}" has no state "{name}", but {names}')
 
-    def get_state(self, name: str, out: TensorLike | None = None) -> Tensor | TensorLike:
+    def get_state(
+        self, name: str, out: TensorLike | None = None, *, dtype: Dtype | None = None
+    ) -> Tensor | TensorLike:
         """Reads an array of state into out, in the host's memory; default a new tensor.
 
+        dtype: of the new tensor; default that of the array. State under ``Dtype.STATE_8BIT`` is read as codes of
+        ``Dtype.U8``, or with ``Dtype.F32`` or an out of float32 as the numbers that the codes stand for.
         With ``CommShard.OPTIMIZER``, on every rank.
         """
         with self.context._guard as c:
             info, shape = self._state(c, name)
             if out is None:
-                out = new_tensor(shape, info.count, info.dtype)
-            loan = HOST.borrow(out, f'state "{name}"', info.dtype, shape, written=True)
-            _raw.ga_state_get(c, self.id, name, loan, info.dtype, info.count)
+                dtype = info.dtype if dtype is None else dtype
+                if dtype != info.dtype and (info.dtype, dtype) != (Dtype.U8, Dtype.F32):
+                    raise ValueError(
+                        f'dtype was {dtype.name}, but state "{name}" has {info.dtype.name}'
+                        + (", or F32 for the numbers that its codes stand for" if info.dtype == Dtype.U8 else "")
+                    )
+                out = new_tensor(shape, info.count, dtype)
+            elif dtype is not None:
+                raise ValueError("dtype was given beside out, which has one")
+            loan, dtype = self._borrow_state(out, info, shape, written=True)
+            _raw.ga_state_get(c, self.id, name, loan, dtype, info.count)
             return out
+
+    def _borrow_state(
+        self, tensor: TensorLike, info: StateInfo, shape: tuple[int, ...], *, written: bool = False
+    ) -> tuple[Any, Dtype]:
+        """A loan of a tensor for an array of state, and the dtype of what it has of that."""
+        expected = CODES_OR_NUMBERS if info.dtype == Dtype.U8 else info.dtype
+        loan = HOST.borrow(tensor, f'state "{info.name}"', expected, shape, written=written)
+        return loan, Dtype(_raw.describe(loan)[1])
 
     def set_state(self, name: str, data: TensorLike) -> None:
         """Writes an array of state whole. "step" must be written last.
 
+        State under ``Dtype.STATE_8BIT`` is written by codes of uint8, with the scales of their blocks under a name of their
+        own, or by numbers of float32, whose scales and nearest codes are written.
         With ``CommShard.OPTIMIZER``, on every rank.
         """
         with self.context._guard as c:
             info, shape = self._state(c, name)
-            loan = HOST.borrow(data, f'state "{name}"', info.dtype, shape)
-            _raw.ga_state_set(c, self.id, name, loan, info.dtype, info.count)
+            loan, dtype = self._borrow_state(data, info, shape)
+            _raw.ga_state_set(c, self.id, name, loan, dtype, info.count)
 
     def reset_state(self) -> None:
         """Puts all state of the parameter back to the beginning. Between windows."""

@@ -30,6 +30,8 @@ TensorLike: TypeAlias = SupportsDLPack | SupportsBuffer
 _DLPACK_DEVICES = {Device.CPU: 1, Device.CUDA: 2}
 _ANY_FLOAT = 0
 ANY_INDEX = -1
+CODES_OR_NUMBERS = -2
+"""uint8 or float32: state in 8 bits, whose codes or whose numbers a tensor has."""
 
 
 class Tensor:
@@ -55,8 +57,8 @@ class Tensor:
         dimensions = tuple(int(dimension) for dimension in shape)
         if any(dimension < 0 for dimension in dimensions):
             raise ValueError(f"the shape was {dimensions}, expected dimensions >= 0")
-        if not isinstance(dtype, Dtype) or dtype is Dtype.DEFAULT:
-            raise TypeError(f"the dtype was {dtype!r}, expected a Dtype")
+        if not isinstance(dtype, Dtype) or dtype in (Dtype.DEFAULT, Dtype.STATE_8BIT):
+            raise TypeError(f"the dtype was {dtype!r}, expected a Dtype of elements")
         if address < 0 or (address == 0 and 0 not in dimensions):
             raise ValueError(f"the address was {address}")
         self.address = address
@@ -135,8 +137,8 @@ HOST = Where(Device.CPU, 0, 0)
 def new_tensor(shape: Sequence[int], count: int, dtype: Dtype) -> Tensor:
     """Fresh memory of the host."""
     owner = bytearray(max(1, count) * dtype.itemsize)
-    loan = _native.borrow(memoryview(owner).cast("q" if dtype.itemsize == 8 else "i" if
-                                                 dtype.itemsize == 4 else "h"), _OF_BITS[dtype])
+    memory = memoryview(owner).cast({1: "B", 2: "h", 4: "i", 8: "q"}[dtype.itemsize])  # type: ignore[call-overload]
+    loan = _native.borrow(memory, _OF_BITS[dtype])
     return Tensor(_raw.describe(loan)[0], shape, dtype, owner=loan)
 
 
@@ -145,5 +147,6 @@ _OF_BITS = {
     for dtype, bits in (
         (Dtype.F32, Dtype.I32), (Dtype.F64, Dtype.I64), (Dtype.F16, Dtype.F16),
         (Dtype.BF16, Dtype.BF16), (Dtype.I32, Dtype.I32), (Dtype.I64, Dtype.I64),
+        (Dtype.U8, Dtype.U8),
     )
 }  # fmt: skip

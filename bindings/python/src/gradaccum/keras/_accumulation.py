@@ -542,12 +542,12 @@ def checked_steps(accum_steps: int | dict[int, int]) -> int | dict[int, int]:
 
 _IN_FILES = {
     "F32": np.dtype(np.float32), "F64": np.dtype(np.float64), "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16), "I64": np.dtype(np.int64),
+    "BF16": np.dtype(ml_dtypes.bfloat16), "I64": np.dtype(np.int64), "U8": np.dtype(np.uint8),
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _IN_FILES.items()}
 _OF_STATE = {
     Dtype.F32: _IN_FILES["F32"], Dtype.F64: _IN_FILES["F64"], Dtype.F16: _IN_FILES["F16"],
-    Dtype.BF16: _IN_FILES["BF16"], Dtype.I64: _IN_FILES["I64"],
+    Dtype.BF16: _IN_FILES["BF16"], Dtype.I64: _IN_FILES["I64"], Dtype.U8: _IN_FILES["U8"],
 }  # fmt: skip
 
 
@@ -580,7 +580,7 @@ def _numpy(tensor: Any) -> Any:
     """A tensor of the library as an array of numpy."""
     itemsize = tensor.dtype.itemsize
     bits = Tensor(
-        tensor.address, tensor.shape, {2: Dtype.F16, 4: Dtype.F32, 8: Dtype.F64}[itemsize], owner=tensor
+        tensor.address, tensor.shape, {1: Dtype.U8, 2: Dtype.F16, 4: Dtype.F32, 8: Dtype.F64}[itemsize], owner=tensor
     )
     return np.from_dlpack(bits).view(_OF_STATE[tensor.dtype])
 

@@ -15,7 +15,7 @@ from ._parts import Whole
 DTYPES = {
     torch.float32: Dtype.F32, torch.float64: Dtype.F64, torch.float16: Dtype.F16, torch.bfloat16: Dtype.BF16,
 }  # fmt: skip
-TORCH = {own: theirs for theirs, own in DTYPES.items()} | {Dtype.I64: torch.int64}
+TORCH = {own: theirs for theirs, own in DTYPES.items()} | {Dtype.I64: torch.int64, Dtype.U8: torch.uint8}
 _NOTHING = torch.zeros(1, device="cpu")  # the address of tensors without an element, which torch gives none
 
 

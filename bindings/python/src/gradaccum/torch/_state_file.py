@@ -11,6 +11,7 @@ from .. import _state_file as files
 
 _IN_FILES = {
     "F32": torch.float32, "F64": torch.float64, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "U8": torch.uint8,
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _IN_FILES.items()}
 
