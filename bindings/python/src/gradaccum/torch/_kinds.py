@@ -11,7 +11,7 @@ import torch
 
 from .. import Clip, Config, Ema, LossScaler, ParamOptions, Reduced, Schedule
 from .. import Optimizer as Settings
-from ..enums import AdjustLr, Equilibrate, Flavor, NewtonSchulzPreset, OptimizerKind, Precision, ScheduleKind
+from ..enums import AdjustLr, Dtype, Equilibrate, Flavor, NewtonSchulzPreset, OptimizerKind, Precision, ScheduleKind
 
 # Where torch or the packages that users know have another name than the library's.
 _RENAMED = {
@@ -38,6 +38,7 @@ _CHOICES: dict[str, tuple[str, dict[Any, Any]]] = {
         },
     ),
 }  # fmt: skip
+_STATE_DTYPES = {"f32": Dtype.F32, "bf16": Dtype.BF16, "8bit": Dtype.STATE_8BIT}
 OURS: dict[str, Any] = {
     "ns_precision": "f32", "cautious": False, "beta2": 0.0, "equilibrate": None, "maximize": False,
 }  # fmt: skip
@@ -112,12 +113,27 @@ class Kind:
                 fields[field] = choices[value]
             else:
                 fields[_RENAMED.get(key, key)] = value
+        if (state_dtype := state_dtype_of(group)) is not None:
+            fields["state_dtype"] = _STATE_DTYPES[state_dtype]
         return Settings(self.optimizer, self.flavor, **fields)
 
     def schedule(self, group: Mapping[str, Any]) -> Schedule | None:
         """The schedule of a group, of which the learning rate in ``param_groups`` is the peak."""
         steps = int(group.get("warmup_steps", 0)) if "warmup_steps" in self.keys else 0
         return Schedule(ScheduleKind.CONSTANT, warmup_steps=steps) if steps > 0 else None
+
+
+def state_dtype_of(group: Mapping[str, Any]) -> str | None:
+    """The dtype of the state of a group, as a string; None: that of the library."""
+    value = group.get("state_dtype")
+    for name, dtype in _STATE_DTYPES.items():
+        if (isinstance(value, Dtype) and value == dtype) or (isinstance(value, str) and value == name):
+            return name
+    if value is not None and value is not Dtype.DEFAULT:
+        raise ValueError(
+            f"state_dtype was {value!r}, expected one of {', '.join(map(repr, _STATE_DTYPES))}, or None"
+        )
+    return None
 
 
 def _newton_schulz(value: Any) -> dict[str, Any]:
@@ -240,6 +256,8 @@ class WindowOptions(TypedDict, total=False):
     """Policies of the window; its device, stream and accum_steps are set by the optimizer."""
     param_options: ParamOptions | None
     """Options of all parameters."""
+    state_dtype: Dtype | str | None
+    """The dtype of the state: "f32", "bf16" or "8bit", see Optimizer; None, the default: f32, or f64 for f64 parameters."""
     eager: bool
     """Updates parameters while the last backward of a window runs; default False. See Optimizer."""
     ddp: torch.nn.Module | None

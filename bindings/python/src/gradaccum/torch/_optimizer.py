@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from .. import (
-    Clip, ClipScope, Config, Context, Ema, GradientLife, LossScaler, MicroBatch, MicroFlags, MicroOptions,
+    Clip, ClipScope, Config, Context, Dtype, Ema, GradientLife, LossScaler, MicroBatch, MicroFlags, MicroOptions,
     Nonfinite, ParamOptions, Reduced, Rounding, Rows, Settings, StateOptions, StateParts, StepOutcome, StepResult,
     WindowState,
 )  # fmt: skip
 from . import _state_file as state_file
+from ._codes import Coders
 from ._habits import Habits, warn
 from ._kinds import Kind
 from ._layers import Layers
@@ -63,6 +64,9 @@ class Optimizer(torch.optim.Optimizer):
     param_options: of all parameters. A group may have the key ``rows``: ``gradaccum.Rows`` of embeddings with
     sparse gradients; and those of ``ParamOptions`` that say how Muon cuts a parameter into matrices: ``batch_axes``,
     ``output_axis``, ``split_axis``, ``matrix_parts``, of which those that are left out are 0.
+    state_dtype: "bf16" rounds state stochastically, and "8bit" keeps it as codes of 8 bits with a scale for each block
+    of 256 of them, but for parameters of at most 4096 elements (gradaccum.Dtype.STATE_8BIT). A group may have a
+    ``state_dtype`` of its own.
     ddp: the DistributedDataParallel that reduces every backward. The weight of a micro-batch is then that of this
     rank's samples alone, 0 if it has none, and the ranks' micro-batches together are one, of all their weights. All
     ranks make the same calls: what differs is an error on each of them. ``accumulate`` and ``step`` learn the weight
@@ -97,6 +101,7 @@ class Optimizer(torch.optim.Optimizer):
         ema: Ema | None = None,
         config: Config | None = None,
         param_options: ParamOptions | None = None,
+        state_dtype: Dtype | str | None = None,
         ddp: torch.nn.Module | None = None,
         data_mesh: Any = None,
         reduced: Reduced | None = None,
@@ -135,6 +140,8 @@ class Optimizer(torch.optim.Optimizer):
             raise ValueError(
                 "param_options has a gradient_dtype, but gradients of torch have that of their parameter"
             )
+        if state_dtype is not None:
+            defaults = {**defaults, "state_dtype": state_dtype}
         super().__init__(params, {**_CHOICES, **defaults})
 
         tensors = [p for group in self.param_groups for p in group["params"]]
@@ -175,6 +182,7 @@ class Optimizer(torch.optim.Optimizer):
             **{key: value for key, value in vars(config).items() if key not in _OF_ONE_RANK},
             "eager": self._eager, "kind": kind, "accum_steps": accum_steps, "clip": clip, "ema": ema,
             "loss_scaler": loss_scaler, "param_options": param_options,
+            "state_dtypes": [group.get("state_dtype") for group in self.param_groups],
             "params": [(slot.own.name, tuple(slot.shape), slot.dtype) for slot in self._parameters.slots],
         })  # fmt: skip
         self._ranks.connect()
@@ -565,30 +573,40 @@ class Optimizer(torch.optim.Optimizer):
         if self._context is not None and value is not self._no_state:
             refuse("an assignment to optimizer.state")
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, as_numbers: bool = False) -> dict[str, Any]:
         """The state in torch's words, which torch's own optimizer loads.
 
         What the library keeps besides, an open window too, is under the key "gradaccum".
+
+        State in 8 bits is there as it is, for which torch has no words: "exp_avg_codes" of torch.uint8 and
+        "exp_avg_scale" in place of "exp_avg", so that a step of torch's own optimizer raises KeyError. (A parameter that
+        is not contiguous has numbers of float32, from which the same codes are made again.) as_numbers: such numbers for
+        every parameter, as torch's own optimizer loads them, and no key "gradaccum".
         """
         self._ranks.meet(Call.SAVE)
         self._push()
         data = self.context.save_bytes(StateOptions(parts=StateParts.LIBRARY))
         header, arrays = state_file.split(data)
         steps = None if self._kind.counts_steps else self.context.window.steps
-        state = to_torch(arrays, self._parameters.slots, steps, from_the_start=self._is_asked_for)
+        with Coders() as coders:
+            state = to_torch(
+                arrays, self._parameters.slots, steps, coders, from_the_start=self._is_asked_for, as_numbers=as_numbers
+            )
         self._packed_state = state
         try:
             packed = super().state_dict()
         finally:
             self._packed_state = None
-        packed[KEY] = {"header": header, "arrays": arrays, **self._ranks.mark()}
+        if not as_numbers:
+            packed[KEY] = {"header": header, "arrays": arrays, **self._ranks.mark()}
         return packed
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads what state_dict() of this class has given, or that of torch's own optimizer. Between windows.
 
         What came from here goes on exactly, in the middle of a window too. As in torch, hyper-parameters are
-        those that were saved. Without the key "gradaccum", the state is taken as torch's.
+        those that were saved. Without the key "gradaccum", the state is taken as torch's: numbers become the nearest
+        codes where state is in 8 bits here, and codes become numbers where it is not.
         """
         self._ranks.meet(Call.LOAD)
         groups, before = self.param_groups, [dict(group) for group in self.param_groups]
@@ -637,11 +655,13 @@ class Optimizer(torch.optim.Optimizer):
             )
         arrays = dict(own["arrays"])
         header = bytes(own["header"].cpu().numpy())
-        take_from_torch(arrays, state_file.entries(header), state, self._parameters.slots)
+        with Coders() as coders:
+            take_from_torch(arrays, state_file.entries(header), state, self._parameters.slots, coders)
         return state_file.join(header, arrays), arrays
 
     def _load_from_torch(self, state: Mapping[int, Mapping[str, Any]]) -> None:
-        arrays, steps = self._ranks.vote(lambda: from_torch(state, self._parameters.slots))
+        with Coders() as coders:
+            arrays, steps = self._ranks.vote(lambda: from_torch(state, self._parameters.slots, coders))
         options = StateOptions(
             parts=StateParts.LIBRARY, settings=Settings.KEEP, allow_missing=True, unmarked=True
         )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import Context, Group, ParamOptions, Rows
-from ._kinds import Kind
+from ._kinds import Kind, state_dtype_of
 from ._parts import Whole
 from ._ranks import Alone
 from ._slots import DTYPES, Slot
@@ -51,6 +51,7 @@ class Parameters:
         self._groups: list[Group] = []
         self._sizes: list[int] = []  # parameters in each group
         self._cuts: list[dict[str, int]] = []  # of each group
+        self._state_dtypes: list[str | None] = []  # of each group
         self._known: list[tuple[Any, ...]] = []  # of each group, the hyper-parameters that the library has
 
     def add(self, context: Context, group: dict[str, Any], ranks: Alone) -> None:
@@ -67,6 +68,8 @@ class Parameters:
         views = [
             self._view(part.memory(tensor), group) for tensor, part in zip(group["params"], parts, strict=True)
         ]
+        if "state_dtype" in group:
+            group["state_dtype"] = state_dtype_of(group)  # as a string, for torch.load
         own_group = context.add_group(self._kind.settings(group))
         if (schedule := self._kind.schedule(group)) is not None:
             own_group.set_schedule(schedule)
@@ -84,7 +87,7 @@ class Parameters:
         try:
             for tensor, part, view, name in zip(group["params"], parts, views, names, strict=True):
                 own = context.add_param(own_group, name, view, options=options)
-                added.append(Slot(tensor, part, own, rows != Rows.NONE, options.follow_data))
+                added.append(Slot(tensor, part, own, own_group, rows != Rows.NONE, options.follow_data))
             ranks.track(added)
         except BaseException:
             for slot in added:
@@ -96,6 +99,7 @@ class Parameters:
         self._groups.append(own_group)
         self._sizes.append(len(views))
         self._cuts.append(cut)
+        self._state_dtypes.append(state_dtype_of(group))
         self._known.append(self._kind.values(group))
 
     def _index(self, context: Context) -> None:
@@ -154,6 +158,12 @@ class Parameters:
                 f"param_groups has {len(param_groups)} groups, but the optimizer has {len(self._groups)}: groups "
                 "cannot be taken away, and add_param_group() adds one; for other parameters make a new optimizer"
             )
+        for i, (group, state_dtype) in enumerate(zip(param_groups, self._state_dtypes, strict=True)):
+            if state_dtype_of(group) != state_dtype:
+                raise RuntimeError(
+                    f"group {i} was made with state_dtype {state_dtype!r}, and now has {state_dtype_of(group)!r}: the "
+                    "dtype of state cannot change"
+                )
         for i, (group, cut) in enumerate(zip(param_groups, self._cuts, strict=True)):
             if cut_of(group) != cut:
                 raise RuntimeError(

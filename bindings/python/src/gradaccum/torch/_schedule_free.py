@@ -73,16 +73,16 @@ class ScheduleFree(Optimizer):
             raise RuntimeError("step() was called after eval(): train() makes the parameters those of training again")
         super()._apply()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, as_numbers: bool = False) -> dict[str, Any]:
         """The state in the package's words, which its optimizer loads; see Optimizer.state_dict()."""
         if self._is_exchanged:
             self.context.swap_ema(False)
             try:
-                packed = super().state_dict()
+                packed = super().state_dict(as_numbers=as_numbers)
             finally:
                 self.context.swap_ema(True)
         else:
-            packed = super().state_dict()
+            packed = super().state_dict(as_numbers=as_numbers)
         for group in packed["param_groups"]:
             states = [packed["state"][index] for index in group["params"] if index in packed["state"]]
             group |= _AT_FIRST

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import Dtype, MicroBatch, Param
+from .. import Dtype, Group, MicroBatch, Param
 from ._parts import Whole
 
 DTYPES = {
@@ -23,12 +23,15 @@ class Slot:
     """A parameter of torch, and that of the library with the same memory."""
 
     __slots__ = (
-        "address", "dtype", "gradients", "hook", "is_whole", "own", "part", "place", "rows", "shape", "stride",
+        "address", "dtype", "gradients", "group", "hook", "is_whole", "own", "part", "place", "rows", "shape", "stride",
         "tensor", "tells", "touched", "version",
     )  # fmt: skip
 
-    def __init__(self, tensor: Tensor, part: Whole, own: Param, rows: bool, follows: bool) -> None:
+    def __init__(
+        self, tensor: Tensor, part: Whole, own: Param, group: Group, rows: bool, follows: bool
+    ) -> None:
         self.tensor = tensor
+        self.group = group
         self.part = part
         self.own = own
         self.rows = rows
