@@ -73,6 +73,7 @@ constexpr Named<ga_clip_scope> kClipScopes[] = {
 constexpr Named<ga_dtype> kDtypes[] = {
     {"f32", GA_F32}, {"f64", GA_F64}, {"bf16", GA_BF16}, {"f16", GA_F16}};
 constexpr Named<ga_dtype> kAccumulators[] = {{"f32", GA_F32}, {"bf16", GA_BF16}, {"f16", GA_F16}};
+constexpr Named<ga_dtype> kStates[] = {{"f32", 0}, {"bf16", GA_BF16}, {"8bit", GA_STATE_8BIT}};
 constexpr Named<ga_accumulation> kAccumulations[] = {{"plain", GA_ACCUMULATE_PLAIN},
                                                      {"running-mean", GA_ACCUMULATE_RUNNING_MEAN},
                                                      {"compensated", GA_ACCUMULATE_COMPENSATED},
@@ -144,6 +145,7 @@ Options parse(int argc, char** argv) {
   Options options;
   std::string optimizer = "sgd", flavor = "torch", schedule = "cosine", clip_scope = "global";
   std::string dtype = "f32", params = "f32", accumulator = "f32", accumulation = "plain";
+  std::string state = "f32";
   std::string loss_scale = "1", device = "cpu";
   double lr = 0, momentum = 0, weight_decay = 0, clip = 0;
   options.clip = gradaccum::default_clip();
@@ -182,6 +184,7 @@ Options parse(int argc, char** argv) {
   const CLI::Option* has_accumulator =
       choice("--accumulator", accumulator, "Dtype of the accumulators", kAccumulators);
   choice("--accumulation-mode", accumulation, "How gradients add up", kAccumulations);
+  choice("--state", state, "State of the weights' optimizer; the biases' is f32", kStates);
   app.add_option("--loss-scale", loss_scale,
                  "Factor of the loss in the backward pass: a number or dynamic")
       ->check([](const std::string& value) {
@@ -230,6 +233,7 @@ Options parse(int argc, char** argv) {
   try {
     app.parse(argc, argv);
     set_optimizers(options, named(kOptimizers, optimizer), named(kFlavors, flavor).value);
+    options.weights.state_dtype = named(kStates, state).value;
     options.device = named(kDevices, device).value;
     options.precision.parameters = named(kDtypes, params).value;
     options.precision.gradients = named(kDtypes, dtype).value;

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small transformer learns the lines of a text: whole batches, and windows of micro-batches.
 
-usage: transformer.py [--text FILE] [--steps N] [--out FOLDER]
+usage: transformer.py [--text FILE] [--steps N] [--state f32|bf16|8bit] [--seed N] [--out FOLDER]
 
 Three runs see the same batches of 32 lines. One takes each batch whole. One adds up four micro-batches as
 loops by hand do, each divided by four, although their lines have different numbers of characters. One gives
@@ -63,14 +63,18 @@ def loss_of(net: nn.Module, lines: Tensor) -> tuple[Tensor, int]:
     return loss, int((y != PAD).sum())
 
 
-def train(way: str, data: Tensor, steps: int) -> Iterator[tuple[nn.Module, float]]:
+def train(way: str, data: Tensor, options: argparse.Namespace) -> Iterator[tuple[nn.Module, float]]:
     """After each step, the network and its loss before the step."""
-    torch.manual_seed(0)
+    torch.manual_seed(options.seed)
     net = Transformer()
     params = net.parameters()
-    optimizer = gt.AdamW(params, lr=1e-3) if way == "gradaccum" else torch.optim.AdamW(params, lr=1e-3)
-    generator = torch.Generator().manual_seed(1)
-    for _ in tqdm(range(steps), desc=way):
+    optimizer: torch.optim.Optimizer
+    if way == "gradaccum":
+        optimizer = gt.AdamW(params, lr=1e-3, state_dtype=None if options.state == "f32" else options.state)
+    else:
+        optimizer = torch.optim.AdamW(params, lr=1e-3)
+    generator = torch.Generator().manual_seed(options.seed + 1)
+    for _ in tqdm(range(options.steps), desc=way):
         # Sorted, so that micro-batches differ in length, as batches do that are made of alike lines.
         batch = data[torch.randperm(len(data), generator=generator)[:LINES]]
         batch = batch[(batch != PAD).sum(1).argsort()]
@@ -93,6 +97,8 @@ def main() -> None:
     here = Path(__file__).resolve().parents[2]
     parser.add_argument("--text", type=Path, default=here / "docs" / "reference.md")
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--state", choices=("f32", "bf16", "8bit"), default="f32", help="of gradaccum's AdamW")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=here / "examples" / "out")
     options = parser.parse_args()
     data = encode(options.text.read_text())
@@ -101,14 +107,14 @@ def main() -> None:
     losses: dict[str, list[float]] = {}
     nets: dict[str, nn.Module] = {}
     for way in ways:
-        for net, loss in train(way, data, options.steps):
+        for net, loss in train(way, data, options):
             losses.setdefault(way, []).append(loss)
             nets[way] = net
     first = torch.cat([p.detach().flatten() for p in nets["whole"].parameters()])
     for way in ("hand", "gradaccum"):
         other = torch.cat([p.detach().flatten() for p in nets[way].parameters()])
         print(
-            f"{ways[way]:10} last loss {losses[way][-1]:.4f}, "
+            f"{ways[way]:10} mean of the last 20 losses {sum(losses[way][-20:]) / 20:.4f}, "
             f"parameters {float((first - other).norm() / first.norm()):.2g} from whole batches"
         )
 

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// C1, C3 and C6 with 16-bit dtypes, and the cost of layer-wise optimizers, clipping by units, the
+// C1, C3 and C6 with 16-bit dtypes, state in 8 bits, and the cost of layer-wise optimizers, clipping by units, the
 // noise scale and row-sparse gradients against the plain step.
 #include <string.h>
 
+#include <memory>
 #include <utility>
 
 #include "program.hpp"
@@ -279,6 +280,32 @@ void rows(const Options& options, Report& report) {
              static_cast<int>(kTouched), 1e6 * median(t[1])));
 }
 
+// Steps with state in 8 bits, against those with state in f32 and in bf16.
+void low_bit(const Options& options, Report& report, const Place& place) {
+  const int64_t n = place.layout.n;
+  Setting setting;
+  setting.threads = options.threads;
+  const Block g = make_block(n, 1, options.threads);
+  const Pointers gradients = place.layout.pointers(g.get());
+  std::vector<Block> parameters;
+  std::vector<std::unique_ptr<Context>> contexts;
+  std::vector<Side> sides;
+  for (const int32_t dtype : {int32_t{0}, int32_t{GA_BF16}, int32_t{GA_STATE_8BIT}}) {
+    setting.state_dtype = dtype;
+    parameters.push_back(make_block(n, 0, options.threads));
+    contexts.push_back(std::make_unique<Context>(place.layout, parameters.back().get(), setting));
+    Context& context = *contexts.back();
+    sides.push_back({[&context] { context.step(); },
+                     [&context, &gradients] { context.accumulate(gradients); }});
+  }
+  const std::vector<Times> t = race(options.rounds(), place.times, sides);
+  report.figure("LOWBIT", t[0] / t[2], Sense::kAtLeast, 1.3,
+                format("AdamW's step with state in 8 bits, %.1f GB/s, against f32, %.1f GB/s",
+                       rate_of(16.06, place.layout, t[2]), rate_of(28, place.layout, t[0])));
+  report.figure("LOWBIT_bf16", t[0] / t[1], Sense::kNone, 0,
+                format("the same with state in bf16, %.1f GB/s", rate_of(20, place.layout, t[1])));
+}
+
 }  // namespace
 
 void variant_figures(const Options& options, Report& report, const Place& place) {
@@ -291,6 +318,7 @@ void variant_figures(const Options& options, Report& report, const Place& place)
   if (options.wants("NOISE")) noise(options, report, place);
   if (options.wants("ADAFACTOR")) adafactor_state(report);
   if (options.wants("ROWS")) rows(options, report);
+  if (options.wants("LOWBIT")) low_bit(options, report, place);
 }
 
 }  // namespace bench
