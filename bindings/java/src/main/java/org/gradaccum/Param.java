@@ -263,10 +263,13 @@ public final class Param {
 
   /**
    * Reads an array of state whole. Between windows; with {@link
-   * CommunicatorOptions.Shard#OPTIMIZER}, on every rank.
+   * CommunicatorOptions.Shard#OPTIMIZER}, on every rank. State under {@link Dtype#STATE_8BIT} is
+   * read as codes, bytes of {@link Dtype#U8}, or as the numbers that these stand for, of {@link
+   * Dtype#F32}.
    *
    * @param name such as "exp_avg"
-   * @param out a direct buffer of as many elements as {@link #state} says
+   * @param out a direct buffer of as many elements as {@link #state} says; a FloatBuffer of as many
+   *     numbers where these are codes
    */
   public void getState(String name, Buffer out) {
     getState(name, Tensor.of("out", out));
@@ -274,7 +277,9 @@ public final class Param {
 
   /**
    * Reads an array of state whole. Between windows; with {@link
-   * CommunicatorOptions.Shard#OPTIMIZER}, on every rank.
+   * CommunicatorOptions.Shard#OPTIMIZER}, on every rank. State under {@link Dtype#STATE_8BIT} is
+   * read as codes, bytes of {@link Dtype#U8}, or as the numbers that these stand for, of {@link
+   * Dtype#F32}.
    *
    * @param name such as "exp_avg"
    * @param out as many elements as {@link #state} says, in the host's memory
@@ -286,7 +291,7 @@ public final class Param {
     try {
       StateInfo array = find(c, name);
       // A name that there is not is refused by the library, which lists those that there are.
-      Dtype dtype = array != null ? array.dtype() : Dtype.F32;
+      Dtype dtype = array != null ? out.dtypeOf(array) : Dtype.F32;
       long address =
           array != null ? out.address(dtype, array.count(), true, "state " + name, this) : 0;
       Raw.ga_state_get(c, id, name, address, dtype.value(), array != null ? array.count() : 0);
@@ -298,10 +303,13 @@ public final class Param {
 
   /**
    * Writes an array of state whole. Between windows; "step" last; with {@link
-   * CommunicatorOptions.Shard#OPTIMIZER}, on every rank.
+   * CommunicatorOptions.Shard#OPTIMIZER}, on every rank. State under {@link Dtype#STATE_8BIT} is
+   * written by codes, bytes of {@link Dtype#U8}, with the scales of their blocks under a name of
+   * their own; or by numbers of {@link Dtype#F32}, whose scales and nearest codes are written.
    *
    * @param name such as "exp_avg"
-   * @param data a direct buffer of as many elements as {@link #state} says
+   * @param data a direct buffer of as many elements as {@link #state} says; a FloatBuffer of as
+   *     many numbers where these are codes
    */
   public void setState(String name, Buffer data) {
     setState(name, Tensor.of("data", data));
@@ -309,7 +317,9 @@ public final class Param {
 
   /**
    * Writes an array of state whole. Between windows; "step" last; with {@link
-   * CommunicatorOptions.Shard#OPTIMIZER}, on every rank.
+   * CommunicatorOptions.Shard#OPTIMIZER}, on every rank. State under {@link Dtype#STATE_8BIT} is
+   * written by codes, bytes of {@link Dtype#U8}, with the scales of their blocks under a name of
+   * their own; or by numbers of {@link Dtype#F32}, whose scales and nearest codes are written.
    *
    * @param name such as "exp_avg"
    * @param data as many elements as {@link #state} says, in the host's memory
@@ -320,7 +330,7 @@ public final class Param {
     long c = context.enter();
     try {
       StateInfo array = find(c, name);
-      Dtype dtype = array != null ? array.dtype() : Dtype.F32;
+      Dtype dtype = array != null ? data.dtypeOf(array) : Dtype.F32;
       long address =
           array != null ? data.address(dtype, array.count(), false, "state " + name, this) : 0;
       Raw.ga_state_set(c, id, name, address, dtype.value(), array != null ? array.count() : 0);

@@ -16,8 +16,8 @@ import java.nio.ShortBuffer;
  * gives.
  *
  * <p>A {@link FloatBuffer} holds F32, a {@link DoubleBuffer} F64, a {@link ShortBuffer} F16 or
- * BF16, an {@link IntBuffer} I32, a {@link LongBuffer} I64, and a {@link ByteBuffer} anything. All
- * buffers are direct and in the byte order of the machine, which {@code
+ * BF16, an {@link IntBuffer} I32, a {@link LongBuffer} I64, and a {@link ByteBuffer} any of these,
+ * or U8. All buffers are direct and in the byte order of the machine, which {@code
  * ByteBuffer.allocateDirect(bytes).order(ByteOrder.nativeOrder())} makes.
  */
 public final class Tensor {
@@ -97,6 +97,12 @@ public final class Tensor {
               + " does not tell the dtype of its elements; use Tensor.of(buffer, dtype)");
     }
     return only;
+  }
+
+  /** The dtype of an array of state in it: that of the array, or F32 for numbers of codes. */
+  Dtype dtypeOf(StateInfo array) {
+    boolean hasNumbers = dtype == Dtype.F32 || (dtype == null && buffer instanceof FloatBuffer);
+    return array.dtype() == Dtype.U8 && hasNumbers ? Dtype.F32 : array.dtype();
   }
 
   /** The elements of the dtype between position and limit. */

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 package org.gradaccum;
 
+import static org.gradaccum.Buffers.bytes;
 import static org.gradaccum.Buffers.floats;
 import static org.gradaccum.Buffers.sgd;
 import static org.gradaccum.Buffers.values;
@@ -14,9 +15,14 @@ import static org.junit.jupiter.api.Assertions.assertTrue;
 import com.sun.management.ThreadMXBean;
 import java.lang.management.ManagementFactory;
 import java.nio.Buffer;
+import java.nio.ByteBuffer;
+import java.nio.DoubleBuffer;
 import java.nio.FloatBuffer;
 import java.util.Arrays;
 import java.util.List;
+import java.util.Map;
+import java.util.Optional;
+import java.util.stream.Collectors;
 import org.junit.jupiter.api.Test;
 
 /** Windows, and what one step makes of them; expected values are computed by hand. */
@@ -488,6 +494,85 @@ class WindowTest {
       param.resetState();
       param.getState("exp_avg", average);
       assertEquals(0f, average.get(0));
+    }
+  }
+
+  /** Steps of ADAMW on a parameter that is large enough for state in 8 bits. */
+  private static void stepsOfCodes(Context context, int steps) {
+    FloatBuffer gradient = bytes(4 * 5000).asFloatBuffer();
+    for (int step = 0; step < steps; ++step) {
+      for (int i = 0; i < 5000; ++i) {
+        gradient.put(i, (float) Math.sin(0.7 * i + step));
+      }
+      context.accumulate(1, gradient);
+      context.step();
+    }
+  }
+
+  private static Param paramOfCodes(Context context, FloatBuffer w) {
+    Optimizer optimizer =
+        Optimizer.builder(Optimizer.Kind.ADAMW)
+            .lr(0.01)
+            .stateDtype(Optional.of(Dtype.STATE_8BIT))
+            .build();
+    return context.addParam(context.addGroup(optimizer), "w", w, 50, 100);
+  }
+
+  @Test
+  void stateIn8Bits() {
+    FloatBuffer w = bytes(4 * 5000).asFloatBuffer();
+    FloatBuffer other = bytes(4 * 5000).asFloatBuffer();
+    try (Context context = new Context();
+        Context second = new Context()) {
+      Param param = paramOfCodes(context, w);
+      Param loaded = paramOfCodes(second, other);
+      stepsOfCodes(context, 3);
+      assertEquals(
+          Map.of(
+              "exp_avg", Dtype.U8, "exp_avg_scale", Dtype.F32, "exp_avg_sq", Dtype.U8,
+              "exp_avg_sq_scale", Dtype.F32, "step", Dtype.I64),
+          param.state().stream().collect(Collectors.toMap(StateInfo::name, StateInfo::dtype)));
+      ByteBuffer codes = bytes(5000);
+      FloatBuffer numbers = bytes(4 * 5000).asFloatBuffer();
+      ByteBuffer sameNumbers = bytes(4 * 5000);
+      FloatBuffer scale = bytes(4 * 20).asFloatBuffer();
+      param.getState("exp_avg", codes);
+      param.getState("exp_avg", numbers);
+      param.getState("exp_avg", Tensor.of(sameNumbers, Dtype.F32));
+      param.getState("exp_avg_scale", scale);
+      assertEquals(numbers, sameNumbers.asFloatBuffer());
+      float largest = 0;
+      for (int i = 0; i < 256; ++i) {
+        largest = Math.max(largest, Math.abs(numbers.get(i)));
+      }
+      assertEquals(scale.get(0), largest);
+      // Numbers of codes become the same codes, and codes are written as they are.
+      for (Buffer written : new Buffer[] {numbers, codes}) {
+        param.resetState();
+        stepsOfCodes(context, 1);
+        param.setState("exp_avg", written);
+        param.setState("exp_avg_scale", scale);
+        ByteBuffer again = bytes(5000);
+        param.getState("exp_avg", again);
+        assertEquals(codes, again);
+      }
+      assertThrows(
+          IllegalArgumentException.class, () -> param.getState("exp_avg", bytes(4 * 5000)));
+      DoubleBuffer doubles = bytes(8 * 5000).asDoubleBuffer();
+      assertThrows(IllegalArgumentException.class, () -> param.getState("exp_avg", doubles));
+
+      StateOptions all = StateOptions.builder().build();
+      second.load(context.saveToBuffer(all), all);
+      stepsOfCodes(context, 2);
+      stepsOfCodes(second, 2);
+      assertEquals(w, other);
+      for (StateInfo array : param.state()) {
+        ByteBuffer mine = bytes((int) array.count() * array.dtype().bytes());
+        ByteBuffer theirs = bytes(mine.capacity());
+        param.getState(array.name(), mine);
+        loaded.getState(array.name(), theirs);
+        assertEquals(mine, theirs, array.name());
+      }
     }
   }
 
