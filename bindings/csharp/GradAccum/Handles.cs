@@ -283,7 +283,8 @@ namespace GradAccum {
 
     /// <summary>
     /// Reads an array that the library keeps, in the memory of the host. Between windows; with
-    /// <see cref="Shard.Optimizer"/>, on every rank.
+    /// <see cref="Shard.Optimizer"/>, on every rank. State under <see cref="DType.State8Bit"/> is read as codes, by
+    /// byte, or as the numbers that these stand for, by float.
     /// </summary>
     /// <typeparam name="T">The type of its elements; ushort for the two dtypes of 16 bits.</typeparam>
     /// <param name="name">Its name, such as exp_avg.</param>
@@ -306,6 +307,8 @@ namespace GradAccum {
 
     /// <summary>
     /// Writes an array that the library keeps. Between windows; with <see cref="Shard.Optimizer"/>, on every rank.
+    /// State under <see cref="DType.State8Bit"/> is written by codes (<see cref="Tensor.U8"/>), with the scales of
+    /// their blocks under a name of their own; or by floats, whose scales and nearest codes are written.
     /// </summary>
     /// <param name="name">Its name.</param>
     /// <param name="values">Its elements, of its dtype, in the memory of the host.</param>

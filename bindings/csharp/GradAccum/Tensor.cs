@@ -107,6 +107,13 @@ namespace GradAccum {
       return new Tensor((Array)bits, start, length, DType.BF16);
     }
 
+    /// <summary>Bytes in an array: the codes of state in 8 bits.</summary>
+    /// <param name="codes">The bytes.</param>
+    /// <returns>The tensor.</returns>
+    public static Tensor U8(byte[] codes) {
+      return new Tensor((Array)codes, 0, codes == null ? 0 : codes.LongLength, DType.U8);
+    }
+
     /// <summary>A whole array of floats; null is no tensor.</summary>
     /// <param name="array">The array.</param>
     public static implicit operator Tensor(float[] array) {
@@ -221,6 +228,8 @@ namespace GradAccum {
         case DType.F16:
         case DType.BF16:
           return 2;
+        case DType.U8:
+          return 1;
         default:
           return 0;
       }
@@ -234,9 +243,10 @@ namespace GradAccum {
       throw GradAccumException.Invalid("the type " + typeof(T).Name + " does not say its dtype");
     }
 
-    // The dtype of T where this one is expected: a ushort may be either of the dtypes of 16 bits.
+    // The dtype of T where this one is expected: a ushort may be either of the dtypes of 16 bits, and a byte a code.
     internal static DType Of<T>(DType expected) where T : struct {
       if (typeof(T) == typeof(ushort) && Size(expected) == 2) return expected;
+      if (typeof(T) == typeof(byte) && expected == DType.U8) return expected;
       return Of<T>();
     }
 

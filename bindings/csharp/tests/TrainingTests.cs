@@ -404,6 +404,58 @@ namespace GradAccum.Tests {
       }
     }
 
+    // ADAMW on a parameter that is large enough for state in 8 bits.
+    private static Param OfCodes(Context context, float[] w) {
+      Group group = context.AddGroup(new Optimizer(OptimizerKind.AdamW) {Lr = 0.01, StateDType = DType.State8Bit});
+      return context.AddParam(group, "w", w, 50, 100);
+    }
+
+    private static void StepsOfCodes(Context context, int steps) {
+      float[] gradient = new float[5000];
+      for (int step = 0; step < steps; ++step) {
+        for (int i = 0; i < gradient.Length; ++i) gradient[i] = (float)Math.Sin(0.7 * i + step);
+        context.Accumulate(gradient);
+        context.Step();
+      }
+    }
+
+    public void StateIn8Bits() {
+      float[] w = new float[5000], other = new float[5000];
+      using (Context context = new Context())
+      using (Context second = new Context()) {
+        Param param = OfCodes(context, w), loaded = OfCodes(second, other);
+        StepsOfCodes(context, 3);
+        string[] names = Array.ConvertAll(param.State, state => state.Name + " " + state.DType + " " + state.Count);
+        Array.Sort(names, StringComparer.Ordinal);
+        Expect.Same(new[] {"exp_avg U8 5000", "exp_avg_scale F32 20", "exp_avg_sq U8 5000", "exp_avg_sq_scale F32 20",
+                           "step I64 1"}, names);
+        byte[] codes = param.GetState<byte>("exp_avg");
+        float[] numbers = param.GetState<float>("exp_avg"), scale = param.GetState<float>("exp_avg_scale");
+        float largest = 0;
+        for (int i = 0; i < 256; ++i) largest = Math.Max(largest, Math.Abs(numbers[i]));
+        Expect.Equal(scale[0], largest);
+        // Numbers of codes become the same codes, and codes are written as they are.
+        foreach (Tensor written in new Tensor[] {numbers, Tensor.U8(codes)}) {
+          param.ResetState();
+          StepsOfCodes(context, 1);
+          param.SetState("exp_avg", written);
+          param.SetState("exp_avg_scale", scale);
+          Expect.Same(codes, param.GetState<byte>("exp_avg"));
+        }
+        Expect.Fails(Status.InvalidArgument, () => param.GetState<double>("exp_avg"), "f32 for the numbers");
+        Expect.Fails(Status.InvalidArgument, () => param.GetState<byte>("exp_avg_scale"), "Byte");
+
+        second.LoadFromMemory(context.SaveToMemory());
+        StepsOfCodes(context, 2);
+        StepsOfCodes(second, 2);
+        Expect.Same(w, other);
+        foreach (string name in new[] {"exp_avg", "exp_avg_sq"}) {
+          Expect.Same(param.GetState<byte>(name), loaded.GetState<byte>(name), name);
+          Expect.Same(param.GetState<float>(name + "_scale"), loaded.GetState<float>(name + "_scale"), name);
+        }
+      }
+    }
+
     public void BatchNormalisation() {
       float[] gamma = {1, 2}, beta = {0, 1};
       using (Context context = new Context()) {
