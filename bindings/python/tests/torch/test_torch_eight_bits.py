@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.utils.dlpack import from_dlpack
 
 SHAPES = ((50, 100), (70,), (4097,))  # of which the second is too small for codes
 
@@ -47,7 +48,8 @@ def same(a: list[torch.nn.Parameter], b: list[torch.nn.Parameter]) -> bool:
 
 
 def numbers(optimizer: gt.Optimizer, index: int, name: str) -> Tensor:
-    return torch.from_dlpack(optimizer.context.params[index].get_state(name, dtype=ga.Dtype.F32))  # type: ignore[attr-defined, no-any-return]
+    found: Any = optimizer.context.params[index].get_state(name, dtype=ga.Dtype.F32)
+    return from_dlpack(found)
 
 
 @pytest.mark.parametrize("state_dtype", ["8bit", ga.Dtype.STATE_8BIT])
@@ -127,7 +129,8 @@ def test_a_dictionary_without_the_key_goes_on_too(by: str) -> None:
     other.load_state_dict(state)
     for i in (0, 2):
         for info in optimizer.context.params[i].states:
-            ours, theirs = (torch.from_dlpack(of.context.params[i].get_state(info.name)) for of in (optimizer, other))  # type: ignore[attr-defined]
+            found: list[Any] = [of.context.params[i].get_state(info.name) for of in (optimizer, other)]
+            ours, theirs = map(from_dlpack, found)
             assert torch.equal(ours, theirs), info.name
 
 
@@ -198,9 +201,9 @@ def test_codes_become_numbers_where_state_is_none_of_8_bits() -> None:
         assert other.param_groups[0].get("state_dtype") == state_dtype
         for i in (0, 2):
             for name in ("exp_avg", "exp_avg_sq"):
-                mine: Any = torch.from_dlpack(other.context.params[i].get_state(name))  # type: ignore[attr-defined]
+                found: Any = other.context.params[i].get_state(name)
                 want = numbers(optimizer, i, name)
-                assert ((mine.float() - want).abs() <= tolerance * want.abs()).all()
+                assert ((from_dlpack(found).float() - want).abs() <= tolerance * want.abs()).all()
     plain = trained(state_dtype=None)[1].state_dict()
     with pytest.raises(ValueError, match="was saved in another dtype, but has 8 bits here"):
         optimizer.load_state_dict(plain)
@@ -261,3 +264,126 @@ def test_dictionaries_of_torch_distributed_checkpoint() -> None:
         for of, its in ((net, optimizer), (other_net, other)):
             step(its, list(of.parameters()), seed)
     assert same(list(net.parameters()), list(other_net.parameters()))
+
+
+# ---- bitsandbytes, whose dictionaries are written here as its version 0.50 writes them
+
+SIGNED = torch.cat([-torch.linspace(0.99, 1e-6, 127).pow(3), torch.zeros(1), torch.linspace(1e-6, 1, 128).pow(3)])
+UNSIGNED = torch.linspace(0, 1, 256).pow(4)
+
+
+def of_bitsandbytes(
+    arrays: dict[int, Tensor], table: dict[int, Tensor], **group: Any
+) -> tuple[dict[str, Any], dict[int, Tensor]]:
+    """A dictionary with codes at random of state1 and state2 of two parameters, and the numbers that these are."""
+    generator = torch.Generator().manual_seed(5)
+    quantised: dict[str, Any] = {}
+    small: dict[str, Any] = {}
+    expected = {}
+    for k, like in arrays.items():
+        rows = like.reshape(-1, 5000)
+        codes = torch.randint(0, 256, rows.shape, generator=generator, dtype=torch.uint8)
+        scales = torch.rand(len(rows), 20, generator=generator) + 0.1
+        expected[k] = torch.tensor(
+            [
+                [float(table[k][int(code)] * scales[row, i // 256]) for i, code in enumerate(codes[row])]
+                for row in range(len(rows))
+            ]
+        ).reshape(like.shape)
+        quantised |= {f"state{k}": codes.reshape(like.shape), f"qmap{k}": table[k]}
+        quantised[f"absmax{k}"] = scales if len(rows) > 1 else scales[0]
+        small[f"state{k}"] = torch.rand(*like.shape[:-2], 70, generator=generator)
+    wrapped = "__bnb_optimizer_quant_state__"
+    saved = {"lr": 0.125, "betas": (0.75, 0.875), "eps": 0.5, "weight_decay": 0.0, "params": [0, 1], **group}
+    state = {0: {"step": 7, wrapped: quantised}, 1: {"step": 7, wrapped: small}}
+    return {"state": state, "param_groups": [saved]}, expected
+
+
+def two() -> list[torch.nn.Parameter]:
+    return parameters()[:2]
+
+
+@pytest.mark.parametrize("state_dtype", ["f32", "8bit"])
+@pytest.mark.parametrize("flat", [False, True])
+def test_state_of_bitsandbytes_goes_on(flat: bool, state_dtype: str) -> None:
+    array = torch.empty(50, 100)
+    saved, expected = of_bitsandbytes({1: array, 2: array}, {1: SIGNED, 2: UNSIGNED}, weight_decay=0.25)
+    if flat:  # as older versions
+        for of in saved["state"].values():
+            of |= of.pop("__bnb_optimizer_quant_state__")
+    tensors = two()
+    optimizer = gt.AdamW(tensors, state_dtype=state_dtype)
+    optimizer.load_state_dict(gt.from_bitsandbytes(saved, optimizer))
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (0.125, (0.75, 0.875), 0.5, 0.25)
+    assert group["params"] == tensors
+    small = saved["state"][1]
+    small = small if flat else small["__bnb_optimizer_quant_state__"]
+    for k, name in enumerate(("exp_avg", "exp_avg_sq"), 1):
+        got = numbers(optimizer, 0, name)
+        if state_dtype == "f32":
+            assert torch.equal(got, expected[k])
+        else:
+            error = (got - expected[k]).abs()
+            assert error.any() and (error <= expected[k].abs() / 16 + 2.0**-16).all()
+        assert torch.equal(numbers(optimizer, 1, name), small[f"state{k}"])
+    assert optimizer.context.window.steps == 7
+    assert optimizer.state_dict()["state"][0]["step"] == 7
+    step(optimizer, tensors, 0)
+
+
+def test_every_optimizer_of_bitsandbytes_with_a_counterpart() -> None:
+    array = torch.empty(50, 100)
+    cases: list[tuple[str, list[str], dict[str, Any], dict[str, Any]]] = [
+        ("Adam", ["exp_avg", "exp_avg_sq"], {}, {"betas": (0.75, 0.875)}),
+        ("Lion", ["exp_avg"], {}, {"betas": (0.75, 0.875)}),
+        ("SGD", ["momentum_buffer"], {"momentum": 0.9}, {"momentum": 0.75}),
+        ("RMSprop", ["square_avg"], {}, {"alpha": 0.75, "eps": 0.5}),
+        ("Adagrad", ["sum"], {}, {"eps": 0.5}),
+    ]
+    for name, names, options, want in cases:
+        optimizer = getattr(gt, name)(two(), **options)
+        arrays = dict(enumerate([array] * len(names), 1))
+        saved, expected = of_bitsandbytes(arrays, {1: SIGNED, 2: UNSIGNED})
+        optimizer.load_state_dict(gt.from_bitsandbytes(saved, optimizer))
+        for k, key in enumerate(names, 1):
+            least = 0.0 if key in ("square_avg", "sum") else -1e9  # whose codes bitsandbytes has with a sign
+            assert torch.equal(numbers(optimizer, 0, key), expected[k].clamp(min=least)), name
+        assert {key: optimizer.param_groups[0][key] for key in want} == want
+    ademamix = gt.AdEMAMix(two())
+    saved, expected = of_bitsandbytes(
+        {1: torch.empty(2, 50, 100), 2: array}, {1: SIGNED, 2: UNSIGNED}, betas=(0.5, 0.75, 0.875), alpha=3.0
+    )
+    ademamix.load_state_dict(gt.from_bitsandbytes(saved, ademamix))
+    assert ademamix.param_groups[0]["betas"] == (0.5, 0.75, 0.875) and ademamix.param_groups[0]["alpha"] == 3.0
+    for row, key in enumerate(("exp_avg", "exp_avg_slow")):
+        assert torch.equal(numbers(ademamix, 0, key), expected[1][row])
+    of = saved["state"][0]["__bnb_optimizer_quant_state__"]
+    of["absmax1"][1, -1] = 0
+    with pytest.raises(ValueError, match="parameter 0: its 5000 elements are no multiple of 256"):
+        gt.from_bitsandbytes(saved, ademamix)
+
+
+def test_what_of_bitsandbytes_is_refused() -> None:
+    array = torch.empty(50, 100)
+    saved, _ = of_bitsandbytes({1: array, 2: array}, {1: SIGNED, 2: UNSIGNED}, weight_decay=0.25)
+    with pytest.raises(ValueError, match="weight_decay was 0.25, which bitsandbytes' Adam decouples"):
+        gt.from_bitsandbytes(saved, gt.Adam(two()))
+    with pytest.raises(TypeError, match="no state for NADAM"):
+        gt.from_bitsandbytes(saved, gt.NAdam(two()))
+    adamw = gt.AdamW(two())
+    with pytest.raises(ValueError, match='no "state1", so it is not of bitsandbytes'):
+        gt.from_bitsandbytes(adamw.state_dict() | {"state": {0: {"step": 1}}}, adamw)
+    of = saved["state"][0]["__bnb_optimizer_quant_state__"]
+    absmax = of.pop("absmax2")
+    with pytest.raises(ValueError, match="no scales of blocks"):
+        gt.from_bitsandbytes(saved, adamw)
+    of["absmax2"] = absmax[:-1]
+    with pytest.raises(ValueError, match="5000 codes and 19 scales"):
+        gt.from_bitsandbytes(saved, adamw)
+    with pytest.raises(ValueError, match="1 groups, but the optimizer 2"):
+        gt.from_bitsandbytes(saved, gt.AdamW([{"params": [tensor]} for tensor in two()]))
+    for key in ("t_alpha", "t_beta3"):
+        saved["param_groups"][0][key] = 100
+        with pytest.raises(ValueError, match="t_alpha or t_beta3"):
+            gt.from_bitsandbytes(saved, adamw)

@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import Rows
 from . import _kinds
 from ._batch_norm import convert_batchnorm
+from ._bitsandbytes import from_bitsandbytes
 from ._kinds import Kind, WindowOptions
 from ._optimizer import Optimizer
 from ._schedule_free import AdamWScheduleFree, SGDScheduleFree
@@ -31,6 +32,7 @@ __all__ = [
     "AdEMAMix",
     "Adopt",
     "convert_batchnorm",
+    "from_bitsandbytes",
     "Kind",
     "Lamb",
     "Lars",
