@@ -129,8 +129,6 @@ void Parameters::check_options(const NewParam& e, int32_t dtype, int64_t element
                : "accumulator_dtype was f64, which is for f64 parameters");
   model_.ranks->check_options(of, o);
   const bool is_coded = g.optimizer.state_dtype == GA_STATE_8BIT && elements > kMostSmall;
-  if (is_coded && model_.config.device != GA_DEVICE_CPU)
-    refuse("its group's state is GA_STATE_8BIT, which is for the CPU");
   if (f64 && g.optimizer.state_dtype != 0)
     refuse("its dtype is f64, but its group has a state_dtype");
   if (f64 && model_.options.ema && model_.options.ema->dtype == GA_BF16)

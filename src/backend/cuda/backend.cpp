@@ -260,7 +260,9 @@ class CudaBackend final : public Backend, public DeviceWork {
       for (size_t k = 0; k < parts.size; ++k) {
         const ListPart& part = parts.data[k];
         if (part.op < 0) continue;
-        const auto launch = part.f64 ? cuda::measure<double> : cuda::measure<float>;
+        const auto launch = part.coded ? cuda::measure_coded
+                            : part.f64 ? cuda::measure<double>
+                                       : cuda::measure<float>;
         launch(queue(), tasks_.measures_at, part, tables_);
       }
     });
@@ -272,9 +274,10 @@ class CudaBackend final : public Backend, public DeviceWork {
       const auto parts = lists_.get(ListKind::kUpdate, params);
       for (size_t k = 0; k < parts.size; ++k) {
         const ListPart& part = parts.data[k];
-        const auto launch = part.mixed ? cuda::update_mixed
-                            : part.f64 ? cuda::update<double>
-                                       : cuda::update<float>;
+        const auto launch = part.coded   ? cuda::update_coded
+                            : part.mixed ? cuda::update_mixed
+                            : part.f64   ? cuda::update<double>
+                                         : cuda::update<float>;
         launch(queue(), tasks_.updates_at, part);
       }
     });

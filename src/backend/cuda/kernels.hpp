@@ -35,6 +35,7 @@ struct ListPart {
   int op;  // position in AllOps; -1: none
   bool f64;
   bool mixed;              // for update_mixed()
+  bool coded;              // for update_coded() or measure_coded()
   const ChunkRef* chunks;  // for UnitTask the pieces of patterns, for FactorTask those of rows
   int64_t chunk_count;
   const ChunkRef* columns;  // for FactorTask: the pieces of columns
@@ -93,6 +94,12 @@ bool is_mixed(const UpdateTask& task);
 template <class T>
 void measure(const Queue& queue, const UpdateTask* tasks, const ListPart& list,
              const ScalarTables& tables);
+// The same for parameters whose state is in 8 bits, as far as the pass works on it.
+void update_coded(const Queue& queue, const UpdateTask* tasks, const ListPart& list);
+void measure_coded(const Queue& queue, const UpdateTask* tasks, const ListPart& list,
+                   const ScalarTables& tables);
+// Whether a parameter, whose task is the host's, belongs to such a list.
+bool is_coded(const UpdateTask& task, bool measuring);
 
 struct UnitPieces : ListPart {
   const UnitTask* tasks;

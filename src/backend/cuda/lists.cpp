@@ -144,6 +144,7 @@ ParamLists::Mark ParamLists::mark_of(ListKind kind, ga_param param) const {
     mark.f64 = task.f64;
     mark.rows = update && task.rows;
     mark.mixed = update && is_mixed(task);
+    mark.coded = is_coded(task, !update);
   }
   return mark;
 }
@@ -187,6 +188,7 @@ void ParamLists::make(List& list, ListKind kind, Params params) {
     part.op = mark.op;
     part.f64 = mark.f64;
     part.mixed = mark.mixed;
+    part.coded = mark.coded;
     list.parts.push_back(part);
   }
   const Buffer& buffer = list.buffer;
@@ -234,6 +236,7 @@ bool ParamLists::get_one(ListKind kind, ga_param param) {
   one_.op = mark.op;
   one_.f64 = mark.f64;
   one_.mixed = mark.mixed;
+  one_.coded = mark.coded;
   one_.chunks = chunks_.at() + first;
   one_.chunk_count = mark.refs;
   one_.params = chunks_.ids() + param;

@@ -91,14 +91,14 @@ class ParamLists {
   struct Mark {
     int64_t refs, columns;
     int32_t op;
-    bool f64, rows, mixed;
+    bool f64, rows, mixed, coded;
     bool operator==(const Mark& m) const {
       return refs == m.refs && columns == m.columns && rows == m.rows && is_of(m);
     }
     // Of a Mark or a ListPart: whether they belong to one launch.
     template <class Other>
     bool is_of(const Other& other) const {
-      return op == other.op && f64 == other.f64 && mixed == other.mixed;
+      return op == other.op && f64 == other.f64 && mixed == other.mixed && coded == other.coded;
     }
   };
   struct List {
