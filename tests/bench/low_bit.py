@@ -81,7 +81,7 @@ def main() -> None:
         torch.set_num_threads(int(sys.argv[1]))
     made = makers()
     print("distance from the path with state of f32, over its length; of the small elements alone")
-    for steps, factor in ((60, 0.02), (1000, 0.02), (1000, 5e-4)):
+    for steps, factor in ((10, 0.02), (60, 0.02), (1000, 0.02), (1000, 5e-4)):
         exact = path(made["f32"], steps, factor)
         small = torch.arange(len(exact)) % 3 == 0
         for name, make in made.items():
