@@ -28,10 +28,12 @@ def blocks() -> dict[str, str]:
 
 def test_the_guide_of_the_package() -> None:
     path = pathlib.Path(os.environ["GA_HEADER"]).parents[2] / "docs" / "python.md"
-    (block,) = re.findall(r"<!-- test: torch -->\n```python\n(.*?)```", path.read_text(), re.S)
+    first, second = re.findall(r"<!-- test: torch -->\n```python\n(.*?)```", path.read_text(), re.S)
     names: dict[str, Any] = {}
-    exec(compile(block, str(path), "exec"), names)
+    exec(compile(first, str(path), "exec"), names)
     assert names["optimizer"].result.weight == 39
+    exec(compile(second, str(path), "exec"), names)
+    assert "exp_avg_codes" in names["optimizer"].state_dict()["state"][0]
 
 
 def test_the_first_program_makes_the_step_of_one_batch() -> None:
