@@ -5,6 +5,13 @@
 #include "backend/codes.hpp"
 #include "backend/cuda/formats.hpp"
 
+// A loop that is unrolled, however long it is, so that what it indexes is in registers.
+#ifdef __CUDACC__
+#define GA_UNROLLED _Pragma("unroll")
+#else
+#define GA_UNROLLED
+#endif
+
 namespace ga::cuda {
 
 // f(thread, magnitudes) in all threads, then take(thread, magnitudes), where each of the kCount magnitudes is the
@@ -16,14 +23,18 @@ GA_DEVICE void with_largest(F f, Take take) {
   const int thread = static_cast<int>(threadIdx.x);
   uint32_t magnitudes[kCount] = {};
   f(thread, magnitudes);
-  for (int distance = kTeam / 2; distance > 0; distance /= 2) {
-    for (uint32_t& x : magnitudes) {
+  uint32_t largest[kCount];
+  GA_UNROLLED
+  for (int k = 0; k < kCount; ++k) {
+    uint32_t x = magnitudes[k];
+    for (int distance = kTeam / 2; distance > 0; distance /= 2) {
       const uint32_t other = __shfl_xor_sync(0xffffffffu, x, distance);
       x = other > x ? other : x;
     }
+    largest[k] = x;
   }
   __syncthreads();
-  take(thread, magnitudes);
+  take(thread, largest);
 #else
   uint32_t all[kThreads][kCount] = {};
   sim::each_thread(kThreads, [&](int thread) { f(thread, all[thread]); });
@@ -92,34 +103,31 @@ GA_DEVICE Four<float> read_codes(uint32_t word, float scale) {
   return x;
 }
 
-// Writes the codes of a block, which is of the first or of the second of two slots that share random bits.
-template <bool kSigned, int kHalf>
-class CodeWriter {
- public:
-  // largest: the bits of the block's largest magnitude.
-  GA_DEVICE explicit CodeWriter(uint32_t largest)
-      : scale_(scale_of_block(float_of(largest))),
-        per_scale_(inverse_of(scale_)),
-        lost_(largest >= 0x7f800000) {}
+// What the codes of a block are written with.
+struct BlockScale {
+  uint32_t largest;  // the bits of its largest magnitude
+  float scale, inverse;
 
-  GA_DEVICE float scale() const { return scale_; }
-
-  // random: 32 bits for each element.
-  GA_DEVICE uint32_t operator()(const Four<float>& x, const Four<uint32_t>& random) const {
-    uint32_t word = 0;
-    if (scale_ == 0) return word;
-    for (int l = 0; l < 4; ++l) {
-      const uint32_t code =
-          lost_ ? Codes<kSigned>::write_lost(x.x[l])
-                : Codes<kSigned>::write(x.x[l], per_scale_, code_bits<kHalf>(random.x[l]));
-      word |= code << 8 * l;
-    }
-    return word;
-  }
-
- private:
-  float scale_, per_scale_;
-  bool lost_;
+  BlockScale() = default;
+  GA_DEVICE explicit BlockScale(uint32_t largest)
+      : largest(largest), scale(scale_of_block(float_of(largest))), inverse(inverse_of(scale)) {}
 };
+
+// The codes of four elements, of the first or of the second of two slots, which share the 32 random bits of an
+// element.
+template <bool kSigned, int kHalf>
+GA_DEVICE uint32_t write_codes(const Four<float>& x, const BlockScale& block,
+                               const Four<uint32_t>& random) {
+  uint32_t word = 0;
+  if (block.scale == 0) return word;
+  const bool lost = block.largest >= 0x7f800000;
+  for (int l = 0; l < 4; ++l) {
+    const uint32_t code =
+        lost ? Codes<kSigned>::write_lost(x.x[l])
+             : Codes<kSigned>::write(x.x[l], block.inverse, code_bits<kHalf>(random.x[l]));
+    word |= code << 8 * l;
+  }
+  return word;
+}
 
 }  // namespace ga::cuda

@@ -33,10 +33,10 @@ GA_DEVICE void each_slot(F f) {
   if constexpr (kSlots > 2) f(std::integral_constant<int, 2>());
 }
 
-// The arrays of a pass from element `first` of the parameter on, which begins a block. Slots that are not in 8 bits
-// are aligned floats.
+// The state of a pass from element `first` of the parameter on, which begins a block. Slots that are not in 8 bits are
+// aligned floats.
 template <class Op, bool kMeasuring>
-class CodedArrays {
+class CodedState {
  public:
   static constexpr Pass pass = pass_of<Op, kMeasuring>;
   static constexpr int kSlots = kSlotsOf<Op, kMeasuring>;
@@ -44,7 +44,6 @@ class CodedArrays {
 
   // Four elements, as they are stored.
   struct Raw {
-    typename Reader<float>::Raw gradient, param;
     Four<float> floats[kSlots];
     uint32_t codes[kSlots];
   };
@@ -52,13 +51,10 @@ class CodedArrays {
     float of[kSlots];
   };
 
-  // source: the gradient's.
-  GA_DEVICE CodedArrays(const UpdateTask& task, const ParamPlan& plan, const Source& source,
-                        int64_t first)
-      : gradient_(source, task.first + first),
-        param_(task.param, first),
-        index_(static_cast<uint64_t>(task.first + first)),
-        key_(plan.state_key) {
+  GA_DEVICE CodedState(const UpdateTask& task, const ParamPlan& plan, int64_t first)
+      : index_(static_cast<uint64_t>(task.first + first)),
+        key_(plan.state_key),
+        chance_{Chance(key_, index_ >> 32), Chance(key_ + 2, index_ >> 32)} {
     each_slot<Op, kMeasuring>([&](auto slot) {
       if constexpr (is_coded_slot<Op>(slot))
         coded_[slot] = CodedArray(task.state[slot], task.state[kMaxSlots + slot], first);
@@ -84,16 +80,10 @@ class CodedArrays {
       else
         raw.floats[slot] = load_some<float, GA_F32>(floats_[slot], true, i, count);
     });
-    if (pass.parameter) raw.param = param_.fetch(i, count);
-    if (pass.gradient) raw.gradient = gradient_.fetch(i, count);
     return raw;
   }
 
-  GA_DEVICE void unpack(const Raw& raw, const Scales& scales, int count, Four<float>& g,
-                        Four<float>& p, Four<float>* s) const {
-    g = p = {};
-    if (pass.gradient) g = gradient_.unpack(raw.gradient, count);
-    if (pass.parameter) p = param_.unpack(raw.param, count);
+  GA_DEVICE static void unpack(const Raw& raw, const Scales& scales, Four<float>* s) {
     each_slot<Op, kMeasuring>([&](auto slot) {
       if constexpr (is_coded_slot<Op>(slot))
         s[slot] = read_codes<is_signed_slot<Op>(slot)>(raw.codes[slot], scales.of[slot]);
@@ -118,48 +108,99 @@ class CodedArrays {
     });
   }
 
-  // Writes the scales of the block at element i.
-  GA_DEVICE void store_scales(int i, const uint32_t* largest) const {
+  // What the codes of a block with these largest magnitudes are written with.
+  struct Block {
+    BlockScale of[kSlots];
+  };
+  GA_DEVICE static Block block_of(const uint32_t* largest) {
+    Block block = {};
     each_slot<Op, kMeasuring>([&](auto slot) {
-      if constexpr (is_coded_slot<Op>(slot))
-        *coded_[slot].scale_at(i) = scale_of_block(float_of(largest[slot]));
+      if constexpr (is_coded_slot<Op>(slot)) block.of[slot] = BlockScale(largest[slot]);
+    });
+    return block;
+  }
+
+  // Writes the scales of the block at element i.
+  GA_DEVICE void store_scales(int i, const Block& block) const {
+    each_slot<Op, kMeasuring>([&](auto slot) {
+      if constexpr (is_coded_slot<Op>(slot)) *coded_[slot].scale_at(i) = block.of[slot].scale;
     });
   }
 
-  // Writes the codes of elements [i, i + count) of a block with these largest magnitudes.
-  GA_DEVICE void store_codes(int i, int count, const Four<float>* s,
-                             const uint32_t* largest) const {
-    store_pair<0>(i, count, s, largest);
-    if constexpr (kSlots > 2) store_pair<2>(i, count, s, largest);
+  // Writes the codes of elements [i, i + count) of a block.
+  GA_DEVICE void store_codes(int i, int count, const Four<float>* s, const Block& block) const {
+    store_pair<0>(i, count, s, block);
+    if constexpr (kSlots > 2) store_pair<2>(i, count, s, block);
   }
 
  private:
   // Slots kFirst and kFirst + 1, which share random bits.
   template <int kFirst>
-  GA_DEVICE void store_pair(int i, int count, const Four<float>* s, const uint32_t* largest) const {
+  GA_DEVICE void store_pair(int i, int count, const Four<float>* s, const Block& block) const {
     constexpr bool kFirstIs = is_coded_slot<Op>(kFirst);
     constexpr bool kSecondIs = kFirst + 1 < kSlots && is_coded_slot<Op>(kFirst + 1);
     if constexpr (kFirstIs || kSecondIs) {
+      // A share of a parameter consists of whole blocks, so that the indices of four elements have the same upper half.
       const uint64_t index = index_ + static_cast<uint64_t>(i);
-      Random random_of(key_ + kFirst, index);
+      const Chance chance =
+          index >> 32 == index_ >> 32 ? chance_[kFirst / 2] : Chance(key_ + kFirst, index >> 32);
       Four<uint32_t> random;
-      for (int l = 0; l < 4; ++l) random.x[l] = random_of(index + static_cast<uint64_t>(l));
-      if constexpr (kFirstIs) store_slot<kFirst>(i, count, s, largest, random);
-      if constexpr (kSecondIs) store_slot<kFirst + 1>(i, count, s, largest, random);
+      for (int l = 0; l < 4; ++l)
+        random.x[l] = chance(static_cast<uint32_t>(index) + static_cast<uint32_t>(l));
+      if constexpr (kFirstIs) store_slot<kFirst>(i, count, s, block, random);
+      if constexpr (kSecondIs) store_slot<kFirst + 1>(i, count, s, block, random);
     }
   }
   template <int kSlot>
-  GA_DEVICE void store_slot(int i, int count, const Four<float>* s, const uint32_t* largest,
+  GA_DEVICE void store_slot(int i, int count, const Four<float>* s, const Block& block,
                             const Four<uint32_t>& random) const {
-    const CodeWriter<is_signed_slot<Op>(kSlot), kSlot % 2> write(largest[kSlot]);
-    coded_[kSlot].store(i, count, write(s[kSlot], random));
+    coded_[kSlot].store(
+        i, count,
+        write_codes<is_signed_slot<Op>(kSlot), kSlot % 2>(s[kSlot], block.of[kSlot], random));
   }
 
-  Reader<float> gradient_, param_;
   CodedArray coded_[kSlots];
   float* floats_[kSlots];
   uint64_t index_;  // of the first element in the random bits
   uint64_t key_;
+  Chance chance_[2];  // of slots 0 and 1, and of slot 2, at that index
+};
+
+// And the other arrays that a pass reads, of any format.
+template <class Op, bool kMeasuring>
+class CodedArrays : public CodedState<Op, kMeasuring> {
+ public:
+  using State = CodedState<Op, kMeasuring>;
+  struct Raw {
+    typename State::Raw state;
+    typename Reader<float>::Raw gradient, param;
+  };
+
+  // source: the gradient's.
+  GA_DEVICE CodedArrays(const UpdateTask& task, const ParamPlan& plan, const Source& source,
+                        int64_t first)
+      : State(task, plan, first),
+        gradient_(source, task.first + first),
+        param_(task.param, first) {}
+
+  GA_DEVICE Raw fetch(int i, int count) const {
+    Raw raw = {};
+    raw.state = State::fetch(i, count);
+    if (State::pass.parameter) raw.param = param_.fetch(i, count);
+    if (State::pass.gradient) raw.gradient = gradient_.fetch(i, count);
+    return raw;
+  }
+
+  GA_DEVICE void unpack(const Raw& raw, const typename State::Scales& scales, int count,
+                        Four<float>& g, Four<float>& p, Four<float>* s) const {
+    g = p = {};
+    if (State::pass.gradient) g = gradient_.unpack(raw.gradient, count);
+    if (State::pass.parameter) p = param_.unpack(raw.param, count);
+    State::unpack(raw.state, scales, s);
+  }
+
+ private:
+  Reader<float> gradient_, param_;
 };
 
 // At most a block of state: elements [begin, begin + count) of CodedArrays.
@@ -179,11 +220,77 @@ constexpr int kWarps = kThreads / kLanes;
 constexpr int kRound = kWarps * kBlockSize;  // a warp has a block
 constexpr int kFours = kBlockSize / (4 * kLanes);
 
+// The other arrays of an update, where they are aligned: a parameter of kParam, which is GA_F32 or GA_BF16, a gradient
+// of f32 or bf16, and a rounded copy of bf16, or none.
+template <int32_t kParam>
+class AlignedArrays {
+ public:
+  GA_DEVICE AlignedArrays(const UpdateTask& task, const ParamPlan& plan, int64_t first)
+      : gradient_(
+            advanced(task.gradient.source.data, task.gradient.source.format, task.first + first)),
+        param_(advanced(task.param.data, kParam, first)),
+        copy_(task.copy.data ? advanced(task.copy.data, GA_BF16, first) : nullptr),
+        index_(static_cast<uint64_t>(task.first + first)),
+        key_(plan.copy_key),
+        chance_(key_, index_ >> 32),
+        stochastic_(task.stochastic),
+        is_bf16_(task.gradient.source.format == GA_BF16) {}
+
+  // Whether the arrays are so.
+  GA_DEVICE bool fits(const UpdateTask& task) const {
+    const Source& g = task.gradient.source;
+    return g.data && (g.format == GA_F32 || is_bf16_) && is_aligned(gradient_, g.format) &&
+           task.param.format == kParam && is_aligned(param_, kParam) &&
+           (!copy_ ||
+            (kParam == GA_F32 && task.copy.format == GA_BF16 && is_aligned(copy_, GA_BF16)));
+  }
+
+  GA_DEVICE Four<float> gradient(int i) const {
+    return is_bf16_ ? load_whole<float, GA_BF16>(gradient_, i)
+                    : load_whole<float, GA_F32>(gradient_, i);
+  }
+  GA_DEVICE Four<float> param(int i) const { return load_whole<float, kParam>(param_, i); }
+
+  GA_DEVICE void store(int i, const Four<float>& p) const {
+    if constexpr (kParam == GA_F32) {
+      store_whole<float, GA_F32>(param_, i, p);
+      if (copy_) store_rounded(copy_, i, p);
+    } else {
+      store_rounded(param_, i, p);
+    }
+  }
+
+ private:
+  GA_DEVICE void store_rounded(void* at, int i, const Four<float>& p) const {
+    if (!stochastic_) return store_whole<float, GA_BF16>(at, i, p);
+    const uint64_t index = index_ + static_cast<uint64_t>(i);
+    const Chance chance = index >> 32 == index_ >> 32 ? chance_ : Chance(key_, index >> 32);
+    Packed<uint16_t> bits;
+    for (int l = 0; l < 4; ++l)
+      bits.x[l] = to_bf16(p.x[l], chance(static_cast<uint32_t>(index) + static_cast<uint32_t>(l)));
+    auto* const to = global(reinterpret_cast<Packed<uint16_t>*>(static_cast<uint16_t*>(at) + i));
+#ifdef __CUDACC__
+    store_global(to, bits.x);
+#else
+    *to = bits;
+#endif
+  }
+
+  const void* gradient_;
+  void* param_;
+  void* copy_;
+  uint64_t index_;  // of the first element in the random bits
+  uint64_t key_;
+  Chance chance_;  // at that index
+  bool stochastic_, is_bf16_;
+};
+
 template <class Op>
 struct UpdateCoded {
   static constexpr int kBlocks = 2;
   static constexpr int kSlots = kSlotsOf<Op, false>;
   using Arrays = CodedArrays<Op, false>;
+  using State = CodedState<Op, false>;
   const UpdateTask* tasks;
   ListPart list;
   Pieces pieces;
@@ -194,7 +301,7 @@ struct UpdateCoded {
     each_piece(block, tasks, list, pieces, kUpdate | kFollow,
                [&](const UpdateTask& task, const ParamPlan& plan, int64_t first, int n) {
                  if ((plan.actions & kUpdate) != 0)
-                   update_piece(task, plan, first, n);
+                   update_piece(block, task, plan, first, n);
                  else
                    follow_piece<float>(block, task, plan, first, n);
                });
@@ -206,13 +313,20 @@ struct UpdateCoded {
     Four<float> s[kFours][kSlots];
   };
 
-  GA_DEVICE static void update_piece(const UpdateTask& task, const ParamPlan& plan, int64_t first,
-                                     int n) {
+  GA_DEVICE static void update_piece(Block& block, const UpdateTask& task, const ParamPlan& plan,
+                                     int64_t first, int n) {
+    follow_data(block, task, first, n);
+    int done = update_aligned<GA_F32>(task, plan, first, n);
+    if (done == 0) done = update_aligned<GA_BF16>(task, plan, first, n);
+    if (done > 0 && task.average.data)
+      block.each([&](int thread) {
+        move_average<float>(task, plan, first, done, 4 * thread, 4 * kThreads);
+      });
     const Op op = op_of<Op>(plan);
     const View<float> view(task.gradient);
     const Arrays arrays(task, plan, task.gradient.source, first);
     GA_ROLLED
-    for (int round = 0; round < n; round += kRound) {
+    for (int round = done; round < n; round += kRound) {
       const auto part_of = [&](int thread) {
         const int begin = round + thread / kLanes * kBlockSize;
         return CodedPart{begin, n - begin < kBlockSize ? n - begin : kBlockSize};
@@ -227,6 +341,57 @@ struct UpdateCoded {
             store_part(arrays, part_of(thread), thread, kept[thread], largest);
           });
     }
+  }
+
+  // Returns how many elements are updated, from `first` on, but for averages: none if the arrays are not
+  // AlignedArrays.
+  template <int32_t kParam>
+  GA_DEVICE static int update_aligned(const UpdateTask& task, const ParamPlan& plan, int64_t first,
+                                      int n) {
+    const AlignedArrays<kParam> at(task, plan, first);
+    if (!at.fits(task)) return 0;
+    const Op op = op_of<Op>(plan);
+    const View<float> view(task.gradient);
+    const State state(task, plan, first);
+    const int done = n / kRound * kRound;
+    GA_ROLLED
+    for (int round = 0; round < done; round += kRound) {
+      const auto begin_of = [&](int thread) { return round + thread / kLanes * kBlockSize; };
+      PerThread<Kept> kept;
+      with_largest<kLanes, kSlots>(
+          [&](int thread, uint32_t* largest) {
+            const int begin = begin_of(thread);
+            const typename State::Scales scales = state.fetch_scales(begin);
+            typename State::Raw raw[kFours];
+            Four<float> g[kFours], p[kFours];
+            GA_UNROLLED
+            for (int f = 0; f < kFours; ++f) {
+              raw[f] = state.fetch(begin + element(thread, f), 4);
+              p[f] = at.param(begin + element(thread, f));
+            }
+            GA_UNROLLED
+            for (int f = 0; f < kFours; ++f) g[f] = at.gradient(begin + element(thread, f));
+            GA_UNROLLED
+            for (int f = 0; f < kFours; ++f) {
+              const int i = begin + element(thread, f);
+              Four<float>* const s = kept[thread].s[f];
+              State::unpack(raw[f], scales, s);
+              update_four(op, view, g[f], p[f], s);
+              state.store_floats(i, 4, s);
+              State::add_magnitudes(largest, s, 4);
+              at.store(i, p[f]);
+            }
+          },
+          [&](int thread, const uint32_t* largest) {
+            const int begin = begin_of(thread);
+            const typename State::Block block = State::block_of(largest);
+            if (thread % kLanes == 0) state.store_scales(begin, block);
+            GA_UNROLLED
+            for (int f = 0; f < kFours; ++f)
+              state.store_codes(begin + element(thread, f), 4, kept[thread].s[f], block);
+          });
+    }
+    return done;
   }
 
   // A warp updates a block of a row.
@@ -274,12 +439,12 @@ struct UpdateCoded {
 
   // The first phase: everything but codes and scales. first: the element of the parameter where `at` begins. rows:
   // the average is updated elsewhere.
-  GA_DEVICE static void update_part(const UpdateTask& task, const ParamPlan& plan, const Op& op,
-                                    const View<float>& view, bool rows, const Arrays& at,
-                                    int64_t first, const CodedPart& part, int thread, Kept& kept,
-                                    uint32_t* largest) {
+  GA_APART static void update_part(const UpdateTask& task, const ParamPlan& plan, const Op& op,
+                                   const View<float>& view, bool rows, const Arrays& at,
+                                   int64_t first, const CodedPart& part, int thread, Kept& kept,
+                                   uint32_t* largest) {
     if (part.count <= 0) return;
-    if (task.follows)
+    if (rows && task.follows)
       follow_data(task, first + part.begin, part.count, element(thread, 0), 4 * kLanes);
     const typename Arrays::Scales scales = at.fetch_scales(part.begin);
     typename Arrays::Raw raw[kFours] = {};
@@ -307,12 +472,13 @@ struct UpdateCoded {
     }
   }
 
-  GA_DEVICE static void store_part(const Arrays& at, const CodedPart& part, int thread,
-                                   const Kept& kept, const uint32_t* largest) {
-    if (part.count > 0 && thread % kLanes == 0) at.store_scales(part.begin, largest);
+  GA_APART static void store_part(const State& at, const CodedPart& part, int thread,
+                                  const Kept& kept, const uint32_t* largest) {
+    const typename State::Block block = State::block_of(largest);
+    if (part.count > 0 && thread % kLanes == 0) at.store_scales(part.begin, block);
     for (int f = 0; f < kFours; ++f) {
       const int i = element(thread, f), count = part.of_four(i);
-      if (count > 0) at.store_codes(part.begin + i, count, kept.s[f], largest);
+      if (count > 0) at.store_codes(part.begin + i, count, kept.s[f], block);
     }
   }
 };
@@ -324,9 +490,10 @@ struct UpdateCoded {
 // stay in registers, and then for all else.
 template <class Op>
 struct MeasureCoded {
-  static constexpr int kBlocks = 3;
+  static constexpr int kBlocks = 2;
   static constexpr int kSlots = kSlotsOf<Op, true>;
   using Arrays = CodedArrays<Op, true>;
+  using State = CodedState<Op, true>;
   const UpdateTask* tasks;
   ListPart list;
   ScalarTables tables;
@@ -373,7 +540,7 @@ struct MeasureCoded {
             [&](int thread, uint32_t* largest) {
               const CodedPart part = part_of(thread);
               if (of_tile == 0) squares[thread] = {};
-              if (part.count > 0) scales[thread] = arrays.fetch_scales(part.begin);
+              scales[thread] = part.count > 0 ? arrays.fetch_scales(part.begin) : Scales();
               each_measured(op, view, arrays, scales[thread], part, thread,
                             [&](int, int count, const Four<float>* s, const Four<float>*) {
                               arrays.add_magnitudes(largest, s, count);
@@ -381,15 +548,16 @@ struct MeasureCoded {
             },
             [&](int thread, const uint32_t* largest) {
               const CodedPart part = part_of(thread);
+              const typename State::Block scale = State::block_of(largest);
               Sums& sum = squares[thread];
               each_measured(op, view, arrays, scales[thread], part, thread,
                             [&](int i, int count, const Four<float>* s, const Four<float>* x) {
                               arrays.store_floats(i, count, s);
-                              arrays.store_codes(i, count, s, largest);
+                              arrays.store_codes(i, count, s, scale);
                               for (int k = 0; k < Op::norms; ++k) sum.of[k].add(x[k], count);
                               if (Op::emits) emit(task, offset, i, count, x[0]);
                             });
-              if (part.count > 0 && thread % kGroup == 0) arrays.store_scales(part.begin, largest);
+              if (part.count > 0 && thread % kGroup == 0) arrays.store_scales(part.begin, scale);
               for (int k = 0; k < Op::norms; ++k)
                 for (int l = 0; l < 4; ++l) lanes[k][thread].lane[l] = sum.of[k].lane(l);
             });

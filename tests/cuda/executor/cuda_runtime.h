@@ -65,6 +65,9 @@ GA_INTRINSIC void __threadfence_system() { ga::sim::fence(true); }
 GA_INTRINSIC double __shfl_xor_sync(unsigned mask, double x, int lanes) {
   return ga::sim::shuffle_xor(mask, x, lanes);
 }
+GA_INTRINSIC unsigned __shfl_xor_sync(unsigned mask, unsigned x, int lanes) {
+  return static_cast<unsigned>(ga::sim::shuffle_xor(mask, x, lanes));
+}
 GA_INTRINSIC unsigned __ballot_sync(unsigned mask, int x) { return ga::sim::ballot(mask, x != 0); }
 GA_INTRINSIC unsigned atomicInc(unsigned* at, unsigned most) {
   return ga::sim::atomic_inc(at, most);
