@@ -199,6 +199,58 @@ INSTANTIATE_TEST_SUITE_P(All, OptimizerCodes, testing::Range<size_t>(0, coded_op
 
 class StateCodes : public OnDevice<> {};
 
+// What is in 8 bits, and what is not.
+TEST_F(StateCodes, AreThere) {
+  for (const int64_t count : {4096, 4097}) {
+    for (const int32_t device : {GA_DEVICE_CPU, GA_DEVICE_CUDA}) {
+      Machine m(device, seeded());
+      ga_optimizer o = optimizer(GA_OPTIMIZER_ADAMW);
+      o.state_dtype = GA_STATE_8BIT;
+      const ga_param id = m.add(m.group(o), numbers(GA_F32, count, 3));
+      Tensor g = numbers(GA_F32, count, 1);
+      g.set(count - 1, 1);
+      m.accumulate({m.put(g)});
+      m.step();
+      std::vector<uint8_t> codes(static_cast<size_t>(count));
+      std::vector<float> scales(17);
+      const bool coded = count > 4096;
+      for (const std::string name : {"exp_avg", "exp_avg_sq"}) {
+        const char* const state = name.c_str();
+        EXPECT_EQ(ga_state_get(m, id, state, codes.data(), GA_U8, count) == GA_OK, coded);
+        const std::string scale = name + "_scale";
+        EXPECT_EQ(ga_state_get(m, id, scale.c_str(), scales.data(), GA_F32, 17) == GA_OK, coded);
+        if (!coded) continue;
+        EXPECT_GT(scales[16], 0);
+        EXPECT_EQ(codes[4096] & 127, 127);  // alone in its block: the largest there
+      }
+    }
+  }
+}
+
+// A small program of many phases: averages and what follows the program.
+TEST_F(StateCodes, OfAverages) {
+  expect_same(seeded(), [](Machine& m) {
+    ga_ema e;
+    EXPECT_OK(ga_ema_init(&e, sizeof e));
+    e.decay = 0.9;
+    EXPECT_OK(ga_context_set_ema(m, &e));
+    ga_optimizer o = optimizer(GA_OPTIMIZER_ADAMW);
+    o.state_dtype = GA_STATE_8BIT;
+    ga_param_options follows = with(GA_MASTER_F32, GA_ROUND_NEAREST);
+    follows.follow_data = 1;
+    const ga_group group = m.group(o);
+    const ga_param a = m.add(group, numbers(GA_F32, 5000, 3), {5000}, options(), 0);
+    const ga_param b = m.add(group, numbers(GA_BF16, 5000, 4), {5000}, follows, 0);
+    for (uint64_t w = 0; w < 2; ++w) {
+      m.accumulate({m.put(numbers(GA_F32, 5000, w), 0), m.put(numbers(GA_BF16, 5000, 9 + w), 0)});
+      m.step();
+      m.set(b, numbers(GA_BF16, 5000, 20 + w));
+    }
+    for (const ga_param id : {a, b}) note_state(m, id);
+    m.note_averages();
+  });
+}
+
 // The pieces of an update: whole chunks and parts of the last ones.
 TEST_F(StateCodes, OfManyChunks) {
   for (const int32_t kind : {GA_OPTIMIZER_ADAMW, GA_OPTIMIZER_LAMB}) {
