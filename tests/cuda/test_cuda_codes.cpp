@@ -251,20 +251,26 @@ TEST_F(StateCodes, OfAverages) {
   });
 }
 
-// The pieces of an update: whole chunks and parts of the last ones.
+// The pieces of an update: whole chunks and parts of the last ones, of arrays that are aligned and others.
 TEST_F(StateCodes, OfManyChunks) {
   for (const int32_t kind : {GA_OPTIMIZER_ADAMW, GA_OPTIMIZER_LAMB}) {
     for (const int64_t count : {65536 + 16389, 5 * 65536, 13 * 65536 + 20003}) {
-      expect_same(seeded(), [&](Machine& m) {
-        ga_optimizer o = optimizer(kind);
-        o.state_dtype = GA_STATE_8BIT;
-        const ga_param id = m.add(m.group(o), numbers(GA_F32, count, 3));
-        for (uint64_t w = 0; w < 2; ++w) {
-          m.accumulate({m.put(numbers(GA_F32, count, w))});
-          m.step();
-        }
-        note_state(m, id);
-      });
+      for (const int64_t shift : {0, 1}) {
+        expect_same(seeded(), [&](Machine& m) {
+          ga_optimizer o = optimizer(kind);
+          o.state_dtype = GA_STATE_8BIT;
+          const ga_group group = m.group(o);
+          const ga_param a = m.add(group, numbers(GA_F32, count, 3), {count}, options(), shift);
+          const ga_param b = m.add(group, numbers(GA_BF16, count, 4), {count},
+                                   with(GA_MASTER_NONE, GA_ROUND_STOCHASTIC), shift);
+          for (uint64_t w = 0; w < 2; ++w) {
+            m.accumulate({m.put(numbers(GA_F32, count, w), shift),
+                          m.put(numbers(GA_BF16, count, 9), shift)});
+            m.step();
+          }
+          for (const ga_param id : {a, b}) note_state(m, id);
+        });
+      }
     }
   }
 }
@@ -348,6 +354,9 @@ TEST_F(StateCodes, OfRows) {
             }
             m.note("end", ga_micro_end(m));
             m.step(1e-12);
+            Tensor written = m.value(ids[2]);
+            for (int64_t j = 0; j < written.count(); j += 17) written.set(j, 0.5);
+            m.set(ids[2], written);
           }
           for (const ga_param id : ids) note_state(m, id);
           if (averaged) m.note_averages();
