@@ -102,6 +102,18 @@ T insert_bits(T a, T b, u32 at, u32 length) {
   return result;
 }
 
+// Of the eight bytes of a and, above, b, those that the four nibbles of `which` number; or the sign of one, eight times.
+u32 permute_bytes(u32 a, u32 b, u32 which) {
+  const u64 bytes = u64{b} << 32 | a;
+  u32 result = 0;
+  for (u32 k = 0; k < 4; ++k) {
+    const u32 nibble = which >> 4 * k & 15, byte = u32(bytes >> 8 * (nibble & 7)) & 0xff;
+    const u32 sign = byte >> 7 != 0 ? 0xff : 0;
+    result |= (nibble >= 8 ? sign : byte) << 8 * k;
+  }
+  return result;
+}
+
 void add_integer_operations(Table& table) {
   GA_INTEGERS(s16);
   GA_INTEGERS(u16);
@@ -126,6 +138,8 @@ void add_integer_operations(Table& table) {
   add<u32, u32, u32, u32>(table, "bfi.b32", [](u32 a, u32 b, u32 at, u32 length) {
     return insert_bits(a, b, at, length);
   });
+  add<u32, u32, u32>(table, "prmt.b32",
+                     [](u32 a, u32 b, u32 which) { return permute_bytes(a, b, which); });
   add<u32>(table, "popc.b32", [](u32 a) { return u32(std::popcount(a)); });
   add<u32>(table, "clz.b32", [](u32 a) { return u32(std::countl_zero(a)); });
   add<u32>(table, "brev.b32", [](u32 a) {

@@ -216,6 +216,8 @@ TEST(Ptx, Integers) {
       {"bfi.b64", {0xff, 0, 60, 8}, 0xf000000000000000},
       {"bfi.b32", {0, 0xffffffff, 4, 8}, 0xfffff00f},
       {"bfi.b32", {0xf, 7, 4, 0}, 7},
+      {"prmt.b32", {0x33221100, 0x77665544, 0x7604}, 0x77660044},
+      {"prmt.b32", {0x33228100, 0x77665544, 0xb98a}, 0x00ff0000},
       {"bfind.shiftamt.u32", {1}, 31},
       {"bfind.shiftamt.u32", {0}, 0xffffffff},
       {"brev.b32", {1}, 0x80000000},
