@@ -251,6 +251,39 @@ TEST_F(StateCodes, OfAverages) {
   });
 }
 
+// The program reads codes and scales, and writes them.
+TEST_F(StateCodes, ThatAreSet) {
+  expect_same(seeded(), [](Machine& m) {
+    constexpr int64_t kCount = 5000, kBlocks = 20;
+    ga_optimizer o = optimizer(GA_OPTIMIZER_ADAMW);
+    o.state_dtype = GA_STATE_8BIT;
+    const ga_param id = m.add(m.group(o), numbers(GA_F32, kCount, 3));
+    std::vector<uint8_t> codes(kCount);
+    std::vector<float> scales(kBlocks), floats(kCount);
+    for (uint64_t w = 0; w < 3; ++w) {
+      m.accumulate({m.put(numbers(GA_F32, kCount, w))});
+      m.step();
+      for (const std::string name : {"exp_avg", "exp_avg_sq"}) {
+        const std::string scale = name + "_scale";
+        if (w == 0) {
+          ASSERT_OK(ga_state_get(m, id, name.c_str(), codes.data(), GA_U8, kCount));
+          ASSERT_OK(ga_state_get(m, id, scale.c_str(), scales.data(), GA_F32, kBlocks));
+          std::reverse(codes.begin(), codes.end());
+          std::reverse(scales.begin(), scales.end());
+          ASSERT_OK(ga_state_set(m, id, name.c_str(), codes.data(), GA_U8, kCount));
+          ASSERT_OK(ga_state_set(m, id, scale.c_str(), scales.data(), GA_F32, kBlocks));
+        } else {
+          const ga_status got = ga_state_get(m, id, name.c_str(), floats.data(), GA_F32, kCount);
+          m.note("as floats", got);
+          std::reverse(floats.begin(), floats.end());
+          m.note("from floats", ga_state_set(m, id, name.c_str(), floats.data(), GA_F32, kCount));
+        }
+      }
+      note_state(m, id);
+    }
+  });
+}
+
 // The pieces of an update: whole chunks and parts of the last ones, of arrays that are aligned and others.
 TEST_F(StateCodes, OfManyChunks) {
   for (const int32_t kind : {GA_OPTIMIZER_ADAMW, GA_OPTIMIZER_LAMB}) {

@@ -124,6 +124,32 @@ INSTANTIATE_TEST_SUITE_P(
              std::to_string(std::get<1>(info.param));
     });
 
+// Shares of tensors consist of whole blocks of state in 8 bits.
+TEST_F(CudaRanks, StateIn8Bits) {
+  const Layout l = Layout::of({{5000}, {7}, {70, 1001}, {17, 300}, {4097}});
+  Options s;
+  s.options.adder = GA_COMM_ADDER_LIBRARY;
+  const Shares shares = make_shares(l, 3, 3);
+  const Block start = parameters(l, 3);
+  for (const int32_t kind : {GA_OPTIMIZER_ADAMW, GA_OPTIMIZER_LION}) {
+    s.options.shard = GA_SHARD_NONE;
+    s.optimizer = optimizer(kind);
+    const Block floats = run(l, s, shares, start)[0].parameters;
+    s.optimizer.state_dtype = GA_STATE_8BIT;
+    const std::vector<Ended> cpu = run(l, s, shares, start);
+    EXPECT_FALSE(same_bits(cpu[0].parameters, floats));
+    expect_like_the_cpu(run_on_devices(l, s, shares, start), cpu);
+    s.options.shard = GA_SHARD_OPTIMIZER;
+    expect_like_the_cpu(run_on_devices(l, s, shares, start), cpu);
+  }
+  s.optimizer = optimizer(GA_OPTIMIZER_LAMB);
+  s.optimizer.state_dtype = GA_STATE_8BIT;
+  s.options.shard = GA_SHARD_NONE;
+  const std::vector<Ended> whole = run_on_devices(l, s, shares, start);
+  s.options.shard = GA_SHARD_OPTIMIZER;
+  expect_alike(whole, run_on_devices(l, s, shares, start));
+}
+
 // The norms of layers are those of whole tensors on a device, and of pieces on the CPU.
 TEST_F(CudaRanks, LayersAreThoseOfTheCpuToRounding) {
   const Layout l = layout();
