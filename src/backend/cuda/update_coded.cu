@@ -63,7 +63,7 @@ class CodedState {
     });
   }
 
-  // Those of the block at element i.
+  // The scales of the block at element i.
   GA_DEVICE Scales fetch_scales(int i) const {
     Scales scales = {};
     each_slot<Op, kMeasuring>([&](auto slot) {
@@ -108,12 +108,12 @@ class CodedState {
     });
   }
 
-  // What the codes of a block with these largest magnitudes are written with.
-  struct Block {
+  // A block of each slot.
+  struct Blocks {
     BlockScale of[kSlots];
   };
-  GA_DEVICE static Block block_of(const uint32_t* largest) {
-    Block block = {};
+  GA_DEVICE static Blocks blocks_of(const uint32_t* largest) {
+    Blocks block = {};
     each_slot<Op, kMeasuring>([&](auto slot) {
       if constexpr (is_coded_slot<Op>(slot)) block.of[slot] = BlockScale(largest[slot]);
     });
@@ -121,14 +121,14 @@ class CodedState {
   }
 
   // Writes the scales of the block at element i.
-  GA_DEVICE void store_scales(int i, const Block& block) const {
+  GA_DEVICE void store_scales(int i, const Blocks& block) const {
     each_slot<Op, kMeasuring>([&](auto slot) {
       if constexpr (is_coded_slot<Op>(slot)) *coded_[slot].scale_at(i) = block.of[slot].scale;
     });
   }
 
   // Writes the codes of elements [i, i + count) of a block.
-  GA_DEVICE void store_codes(int i, int count, const Four<float>* s, const Block& block) const {
+  GA_DEVICE void store_codes(int i, int count, const Four<float>* s, const Blocks& block) const {
     store_pair<0>(i, count, s, block);
     if constexpr (kSlots > 2) store_pair<2>(i, count, s, block);
   }
@@ -136,7 +136,7 @@ class CodedState {
  private:
   // Slots kFirst and kFirst + 1, which share random bits.
   template <int kFirst>
-  GA_DEVICE void store_pair(int i, int count, const Four<float>* s, const Block& block) const {
+  GA_DEVICE void store_pair(int i, int count, const Four<float>* s, const Blocks& block) const {
     constexpr bool kFirstIs = is_coded_slot<Op>(kFirst);
     constexpr bool kSecondIs = kFirst + 1 < kSlots && is_coded_slot<Op>(kFirst + 1);
     if constexpr (kFirstIs || kSecondIs) {
@@ -152,7 +152,7 @@ class CodedState {
     }
   }
   template <int kSlot>
-  GA_DEVICE void store_slot(int i, int count, const Four<float>* s, const Block& block,
+  GA_DEVICE void store_slot(int i, int count, const Four<float>* s, const Blocks& block,
                             const Four<uint32_t>& random) const {
     coded_[kSlot].store(
         i, count,
@@ -166,7 +166,7 @@ class CodedState {
   Chance chance_[2];  // of slots 0 and 1, and of slot 2, at that index
 };
 
-// And the other arrays that a pass reads, of any format.
+// The state, and the other arrays that a pass reads, which may have any format.
 template <class Op, bool kMeasuring>
 class CodedArrays : public CodedState<Op, kMeasuring> {
  public:
@@ -220,8 +220,8 @@ constexpr int kWarps = kThreads / kLanes;
 constexpr int kRound = kWarps * kBlockSize;  // a warp has a block
 constexpr int kFours = kBlockSize / (4 * kLanes);
 
-// The other arrays of an update, where they are aligned: a parameter of kParam, which is GA_F32 or GA_BF16, a gradient
-// of f32 or bf16, and a rounded copy of bf16, or none.
+// The arrays of an update beside its state, if they are aligned: a parameter of kParam, which is GA_F32 or GA_BF16, a
+// gradient of f32 or bf16, and a rounded copy of bf16, or none.
 template <int32_t kParam>
 class AlignedArrays {
  public:
@@ -384,7 +384,7 @@ struct UpdateCoded {
           },
           [&](int thread, const uint32_t* largest) {
             const int begin = begin_of(thread);
-            const typename State::Block block = State::block_of(largest);
+            const typename State::Blocks block = State::blocks_of(largest);
             if (thread % kLanes == 0) state.store_scales(begin, block);
             GA_UNROLLED
             for (int f = 0; f < kFours; ++f)
@@ -474,7 +474,7 @@ struct UpdateCoded {
 
   GA_APART static void store_part(const State& at, const CodedPart& part, int thread,
                                   const Kept& kept, const uint32_t* largest) {
-    const typename State::Block block = State::block_of(largest);
+    const typename State::Blocks block = State::blocks_of(largest);
     if (part.count > 0 && thread % kLanes == 0) at.store_scales(part.begin, block);
     for (int f = 0; f < kFours; ++f) {
       const int i = element(thread, f), count = part.of_four(i);
@@ -485,9 +485,9 @@ struct UpdateCoded {
 
 // ---- First passes -------------------------------------------------------------------------------
 
-// As Measure. A lane group has a tile, since that is the order of the sums, and the blocks of the tile one after the
-// other. A thread measures its elements twice: first for the largest magnitudes, since so many numbers would not
-// stay in registers, and then for all else.
+// The first pass of a layer-wise Op, as Measure. A lane group sums a tile, in the order of all sums, and so has the
+// blocks of the tile one after the other. A thread measures its elements of a block twice, first for the largest
+// magnitudes and then for everything else: they are too many to be kept in registers.
 template <class Op>
 struct MeasureCoded {
   static constexpr int kBlocks = 2;
@@ -548,7 +548,7 @@ struct MeasureCoded {
             },
             [&](int thread, const uint32_t* largest) {
               const CodedPart part = part_of(thread);
-              const typename State::Block scale = State::block_of(largest);
+              const typename State::Blocks scale = State::blocks_of(largest);
               Sums& sum = squares[thread];
               each_measured(op, view, arrays, scales[thread], part, thread,
                             [&](int i, int count, const Four<float>* s, const Four<float>* x) {
