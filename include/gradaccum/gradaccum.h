@@ -197,8 +197,8 @@ enum {
   GA_U8 = 7,   /* bytes: codes of GA_STATE_8BIT */
   /* Only as ga_optimizer.state_dtype: blocks of 256 elements of a parameter, each with a scale of
      f32, the largest magnitude in it, and an 8-bit float for each element as a share of that. Zero
-     and the largest element are exact; eight steps to an octave, over 31.9 octaves where numbers are
-     never negative and over 15.9 where they have a sign. Steps round stochastically. */
+     and the largest element are exact; eight steps to an octave, over 31.7 octaves where numbers are
+     never negative and over 15.7 where they have a sign. Steps round stochastically. */
   GA_STATE_8BIT = 16
 };
 
@@ -263,8 +263,9 @@ typedef struct ga_optimizer {
   int32_t maximize;           /* 0 or 1: ascend; undone by a negative loss scale */
   ga_dtype state_dtype;       /* dtype of the state; default 0: f32, or f64 for f64 parameters;
                                  or GA_BF16, or GA_STATE_8BIT. Under the latter stay f32: parameters
-                                 of at most 4096 elements; the max_exp_avg_sq of amsgrad, the slow
-                                 average of ADEMAMIX, and both averages of centered */
+                                 of at most 4096 elements; both second moments of amsgrad, the slow
+                                 average of ADEMAMIX, both averages of centered, and the variances
+                                 of MUON's beta2 */
   double rho;                 /* RMSPROP (torch's alpha), ADADELTA; [0, 1) */
   double lr_decay;            /* ADAGRAD; >= 0 */
   double initial_accumulator; /* ADAGRAD, ROWWISE_ADAGRAD: initial sum of squares; >= 0 */

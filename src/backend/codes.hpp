@@ -4,17 +4,17 @@
 //
 // A code is the upper bits of a float: code c > 0 stands for the float whose bits are (c + before) << 20,
 // eight steps to an octave, and the largest for 1. Code 0 stands for 0. Numbers that are never negative have
-// 255 steps down from 1, over 31.9 octaves; signed ones have 127, over 15.9, and a bit for the sign.
+// 255 codes down to 1.25 2^-32; signed ones have 127, down to 1.25 2^-16, and a bit for the sign.
 //
 // The element with the largest magnitude keeps its bits, since its share is 1. A number that is read and rounded to the
 // nearest code is the same number again, whatever the scale, and the same code where it is not less than 2^-143: its
 // product with the scale, and that with the inverse, are at most 2^-7 of itself off, and half a step is at least 2^-5.
-// Where the largest magnitude is subnormal, s and all codes are 0. An infinity or a NaN becomes the scale, and what else
-// is in the block is lost to it.
+// Where the largest magnitude is subnormal, s and all codes are 0. An infinity, such as a square that overflows, becomes
+// the largest float, to which the rest of its block is lost; a NaN becomes 0, and has made its parameter NaN before.
 //
 // In a step, numbers are rounded stochastically: so a moving average keeps what a step changes even if that
-// is less than half a step of the code, as a second moment does with beta2 = 0.999. What is positive stays
-// so: below the least code it is that code.
+// is less than half a step of the code, as a second moment does with beta2 = 0.999. What is never negative
+// stays positive: below the least code it is that code.
 #pragma once
 
 #include "backend/numbers.hpp"
@@ -76,14 +76,6 @@ struct Codes {
     return code(x, share, Word{} + (1u << (kCodeCut - 1)), one_if(share >= kLeast / 2));
   }
 
-  // x: of a block whose scale is infinite or NaN.
-  GA_HD static Word write_lost(Float x) {
-    const Word u = Lanes::bits(x), magnitude = u & 0x7fffffff;
-    const Word others = kSigned ? Word{} : one_if(magnitude != 0);
-    const Word c = Lanes::pick(magnitude >= 0x7f800000, Word{} + kTop, others);
-    return kSigned ? c | (u >> 24 & 0x80) : c;
-  }
-
  private:
   template <class Mask>
   GA_HD static Word one_if(Mask mask) {
@@ -105,13 +97,21 @@ struct Codes {
   }
 };
 
-// Of the 32 random bits of an element, those for the first and for the second of two slots: kCodeCut bits, the
-// last four of them 0. So a share that its product with per_scale has put above 1, by up to five last places where
+// Of the 32 random bits of an element, those for the first and for the second of two slots: the middles of 2^16
+// intervals of kCodeCut bits. So a share that its product with per_scale has put above 1, by up to five last places where
 // per_scale is subnormal, is not rounded up to a code that there is not.
-constexpr uint32_t kMostCodeBits = (1u << kCodeCut) - 16;
+constexpr uint32_t kMostCodeBits = (1u << kCodeCut) - 8;
 template <int kHalf, class Word>
 GA_HD Word code_bits(Word random) {
-  return (kHalf == 0 ? random : random >> (32 - kCodeCut)) & kMostCodeBits;
+  constexpr uint32_t kUpper = (1u << kCodeCut) - 16;
+  return ((kHalf == 0 ? random : random >> (32 - kCodeCut)) & kUpper) | 8;
+}
+
+// What is kept of a number that is not finite.
+GA_HD float saturated(float x) {
+  const uint32_t u = bits_of(x), magnitude = u & 0x7fffffff;
+  if (magnitude < 0x7f800000) return x;
+  return magnitude > 0x7f800000 ? 0 : float_of((u & 0x80000000) | 0x7f7fffff);
 }
 
 // The scale of a block whose largest magnitude is that.

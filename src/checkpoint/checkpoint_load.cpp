@@ -223,6 +223,10 @@ void Checkpoint::find_param(size_t i, Problems& problems) {
     in.state = in.state || (at >= 0 && a.kind < kMaster);
     if (at < 0 && (!in.listed || a.kind < kMaster)) lacking.push_back(key);
   }
+  for (int slot = 0; slot < kMaxSlots; ++slot)
+    if (in.has(kState + slot) != in.has(kScales + slot) &&
+        model_.params.code_of(p, slot) != Code::kNone)
+      problems.add("the file has only one of codes and scales of a state of \"" + name + "\"");
   const Group& g = model_.params.group_of(p);
   const auto find_number = [&](int kind, const char* key, std::initializer_list<int32_t> dtypes) {
     const int64_t at = find(kind, name + "." + key);

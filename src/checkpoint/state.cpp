@@ -47,6 +47,11 @@ void write_numbers(const float* numbers, std::vector<uint8_t>& codes, std::vecto
   });
 }
 
+// An array and how it is read or written, for ranks that have to do the same.
+std::string text_of(const char* name, int32_t dtype) {
+  return std::string(name) + ", " + dtype_info(dtype).name;
+}
+
 StateArray scales_of(const StateArray& s) {
   return {scale_name(s.name), GA_F32, block_count(s.count), s.kind + kMaxSlots};
 }
@@ -194,7 +199,7 @@ void NamedState::get(ga_param id, const char* name, void* out, int32_t dtype, in
   const auto i = static_cast<size_t>(id);
   Param& p = model_.params[id];
   if (!out && count > 0) model_.params.subject(id).fail(GA_ERROR_INVALID_ARGUMENT, "out was NULL");
-  begin_pieces(model_, id, "ga_state_get", name);
+  begin_pieces(model_, id, "ga_state_get", text_of(name, dtype).c_str());
   preparation_.prepare();
   if (s.kind == kMaster || s.kind == kAverage) copies_.follow_data(id);
   const ParamState state = model_.progress.param_state(i);
@@ -236,7 +241,7 @@ void NamedState::set(ga_param id, const char* name, const void* data, int32_t dt
               number, most);
   }
   if (s.kind >= 0) check_numbers(id, s, dtype, data);
-  begin_pieces(model_, id, "ga_state_set", name);
+  begin_pieces(model_, id, "ga_state_set", text_of(name, dtype).c_str());
   preparation_.prepare();
   ParamState state = model_.progress.param_state(i);
   const bool begins = s.kind < kMaster && state.clock.step == 0;

@@ -128,7 +128,9 @@ void Parameters::check_options(const NewParam& e, int32_t dtype, int64_t element
     refuse(f64 ? "accumulator_dtype was not f64, but its dtype is f64"
                : "accumulator_dtype was f64, which is for f64 parameters");
   model_.ranks->check_options(of, o);
-  const bool is_coded = g.optimizer.state_dtype == GA_STATE_8BIT && elements > kMostSmall;
+  const int op = g.op[e.rank >= 2 ? 1 : 0];
+  const bool is_coded = g.optimizer.state_dtype == GA_STATE_8BIT && elements > kMostSmall &&
+                        op >= 0 && has_codes(op_info(op).codes);
   if (f64 && g.optimizer.state_dtype != 0)
     refuse("its dtype is f64, but its group has a state_dtype");
   if (f64 && model_.options.ema && model_.options.ema->dtype == GA_BF16)

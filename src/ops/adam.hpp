@@ -23,7 +23,7 @@ struct AdamOp : ElementWise {
   static constexpr int slots = kAmsgrad ? 3 : 2;
   static constexpr SlotNames slot_names = {"exp_avg", "exp_avg_sq",
                                            kAmsgrad ? "max_exp_avg_sq" : nullptr};
-  static constexpr SlotCodes codes = {Code::kSigned, Code::kPositive};
+  static constexpr SlotCodes codes = {Code::kSigned, kAmsgrad ? Code::kNone : Code::kPositive};
   T decay, l2, beta1, gain1, beta2, gain2, a, e;
 
   GA_HD AdamOp(const ga_optimizer& o, const StepInput& in)

@@ -122,8 +122,9 @@ struct SlotNames {
 };
 
 // How a state slot may be kept in 8 bits (GA_STATE_8BIT, backend/codes.hpp). A signed code keeps fewer
-// octaves than one of numbers that are never negative. kNone: a slot that codes would spoil, whose average
-// is so slow, or whose differences are so small, that rounding hides what a step adds to it: it stays f32.
+// octaves than one of numbers that are never negative. kNone: a slot that codes would spoil, and that stays f32:
+// whose average is so slow, or whose differences are so small, that rounding hides what a step adds to it, or of
+// which the largest value so far is taken, which rounding would raise.
 enum class Code : unsigned char { kNone, kSigned, kPositive };
 struct SlotCodes {
   Code of[kMaxSlots];

@@ -16,7 +16,7 @@
 namespace ga::test {
 namespace {
 
-constexpr uint32_t kMostRandom = kMostCodeBits;
+constexpr uint32_t kLeastRandom = 8, kMostRandom = kMostCodeBits;
 
 // What the codes of magnitudes stand for, for the scale 1.
 template <bool kSigned>
@@ -111,7 +111,7 @@ template <bool kSigned>
 void keeps_the_largest() {
   each_scale([](float scale) {
     const float per_scale = inverse_of(scale);
-    for (const uint32_t random : {0u, 1u, kMostRandom})
+    for (const uint32_t random : {kLeastRandom, kMostRandom})
       ASSERT_EQ(Codes<kSigned>::write(scale, per_scale, random), Codes<kSigned>::kTop) << scale;
   });
 }
@@ -133,7 +133,7 @@ void is_right_on_average() {
     while (table[above] < double{x}) ++above;
     const size_t below = table[above] == double{x} ? above : above - 1;
     double sum = 0;
-    for (uint32_t random = 0; random <= kMostRandom; random += 16) {
+    for (uint32_t random = kLeastRandom; random <= kMostRandom; random += 16) {
       const uint32_t c = Codes<kSigned>::write(x, 1, random);
       ASSERT_TRUE(c == above || c == below) << share << ": " << c;
       sum += table[c];
@@ -146,11 +146,23 @@ TEST(Codes, AreRightOnAverage) {
   is_right_on_average<false>();
 }
 
+// The random bits of both slots are in the middles of their intervals, and each is as likely as any other.
+TEST(Codes, RandomBits) {
+  for (const uint32_t bits : {0u, ~0u, 0x12345678u}) {
+    for (const uint32_t of_slot : {code_bits<0>(bits), code_bits<1>(bits)}) {
+      EXPECT_EQ(of_slot % 16, 8u);
+      EXPECT_LE(of_slot, kMostRandom);
+    }
+  }
+  EXPECT_EQ(code_bits<0>(0x12345678u), 0x45678u);
+  EXPECT_EQ(code_bits<1>(0x12345678u), 0x12348u);
+}
+
 // However small it is, a positive second moment is not rounded to 0, and 0 stays 0.
 TEST(Codes, KeepWhatIsPositive) {
   for (const float scale : {1.0f, 1e-30f, 1e38f})
     for (const float x : {scale * 1e-9f, scale * 1e-20f, FLT_MIN, 0x1p-149f})
-      for (const uint32_t random : {0u, kMostRandom / 2, kMostRandom}) {
+      for (const uint32_t random : {kLeastRandom, kMostRandom / 2, kMostRandom}) {
         if (x == 0 || x > scale) continue;
         EXPECT_GE(Codes<false>::write(x, inverse_of(scale), random), 1u) << x << ' ' << scale;
         EXPECT_EQ(Codes<false>::write(0, inverse_of(scale), random), 0u);
@@ -168,16 +180,13 @@ TEST(Codes, ScalesAreNormal) {
   for (const double good : {0.0, 0x1p-126, 1.0, double{FLT_MAX}}) EXPECT_TRUE(is_scale(good));
 }
 
-// An infinity or a NaN is there when it is read, and what was beside it is not NaN because of it.
-TEST(Codes, OfABlockThatIsLost) {
+TEST(Codes, AreOfFiniteNumbers) {
   const float infinity = std::numeric_limits<float>::infinity();
-  const auto read = [](uint32_t c, float scale) { return Codes<true>::read(c, scale); };
-  EXPECT_EQ(read(Codes<true>::write_lost(infinity), infinity), infinity);
-  EXPECT_EQ(read(Codes<true>::write_lost(-infinity), infinity), -infinity);
-  EXPECT_EQ(read(Codes<true>::write_lost(3), infinity), 0);
-  EXPECT_EQ(Codes<false>::read(Codes<false>::write_lost(3), infinity), infinity);
-  EXPECT_EQ(Codes<false>::read(Codes<false>::write_lost(0), infinity), 0);
-  EXPECT_TRUE(std::isnan(read(Codes<true>::write_lost(NAN), NAN)));
+  EXPECT_EQ(saturated(infinity), FLT_MAX);
+  EXPECT_EQ(saturated(-infinity), -FLT_MAX);
+  EXPECT_EQ(saturated(NAN), 0);
+  for (const float x : {0.0f, -0.0f, FLT_MAX, -1e-45f})
+    EXPECT_EQ(bits_of(saturated(x)), bits_of(x));
 }
 
 }  // namespace

@@ -357,6 +357,61 @@ TEST(State8, UpdatesAreNoLarger) {
   }
 }
 
+// The largest second moment so far is not raised by rounding.
+TEST(State8, TheLargestSoFarDoesNotGrow) {
+  const int64_t n = 20 * kBlock;
+  Tensor p[] = {Tensor(GA_F32, n), Tensor(GA_F32, n)};
+  Tensor g(GA_F32, n);
+  ga_optimizer o = optimizer(GA_OPTIMIZER_ADAM);
+  o.amsgrad = 1;
+  o.beta2 = 0.99;
+  Context ctx;
+  ctx.group(o);
+  ctx.group(coded(o));
+  add(ctx, 0, p[0]);
+  add(ctx, 1, p[1]);
+  Random random(6);
+  for (int t = 0; t < 2000; ++t) {
+    for (int64_t i = 0; i < n; ++i) g.set(i, 0.5 + random.signed_unit());
+    accumulate(ctx, {&g, &g});
+    step(ctx);
+  }
+  std::vector<float> largest[2];
+  for (const int k : {0, 1}) {
+    largest[k].resize(static_cast<size_t>(n));
+    EXPECT_OK(ga_state_get(ctx, k, "max_exp_avg_sq", largest[k].data(), GA_F32, n));
+  }
+  EXPECT_EQ(largest[0], largest[1]);
+}
+
+// Gradients whose squares overflow leave a state that is saved, read and goes on.
+TEST(State8, SurvivesSquaresThatOverflow) {
+  Tensor p(GA_F32, 5000, 1), q(GA_F32, 5000, 1), g(GA_F32, 5000, 0.5);
+  Context ctx, other;
+  for (ga_context* const c : {static_cast<ga_context*>(ctx), static_cast<ga_context*>(other)}) {
+    const ga_optimizer adam = coded(optimizer(GA_OPTIMIZER_ADAM));
+    EXPECT_OK(ga_group_add(c, &adam, nullptr));
+    Tensor& of = c == ctx ? p : q;
+    EXPECT_OK(try_add(c, 0, "p", of.data(), GA_F32, {5000}, options()));
+  }
+  g.set(700, 3e19);
+  accumulate(ctx, {&g});
+  EXPECT_EQ(step(ctx).outcome, GA_STEP_APPLIED);
+  const std::vector<float> v = numbers(ctx, "exp_avg_sq", 5000);
+  EXPECT_EQ(v[700], std::numeric_limits<float>::max());
+  ASSERT_OK(ga_state_set(ctx, 0, "exp_avg_sq", v.data(), GA_F32, 5000));
+  ASSERT_OK(load(other, saved(ctx)));
+  g.set(700, 0.5);
+  for (ga_context* const c : {static_cast<ga_context*>(ctx), static_cast<ga_context*>(other)})
+    for (int t = 0; t < 3; ++t) {
+      accumulate(c, {&g});
+      step(c);
+    }
+  EXPECT_TRUE(p == q);
+  EXPECT_EQ(saved(ctx), saved(other));
+  for (int64_t i = 0; i < 5000; ++i) ASSERT_TRUE(std::isfinite(p.get(i))) << i;
+}
+
 // An infinity takes the block that it is in, and nothing else.
 TEST(State8, AnInfinityIsOfItsBlock) {
   const int64_t n = 20 * kBlock;
@@ -473,6 +528,16 @@ TEST(State8, ReadsFilesOfOthersAndRefusesBadScales) {
   ASSERT_OK(load(ctx, of_another_program(scales), &parts));
   const std::vector<float> before = numbers(ctx, "momentum_buffer", 5001);
   EXPECT_EQ(before, std::vector<float>(5001, static_cast<float>(number(64, true, 2))));
+  // Codes without scales, however much may be missing.
+  Bytes alone = of_another_program(scales);
+  const std::string name = "momentum_buffer_scale";
+  std::copy_n("momentum_buffer_other", name.size(),
+              std::search(alone.begin(), alone.end(), name.begin(), name.end()));
+  parts.allow_missing = parts.allow_extra = 1;
+  EXPECT_EQ(load(ctx, alone, &parts), GA_ERROR_INVALID_ARGUMENT);
+  EXPECT_NE(std::string(ga_last_error()).find("only one of codes and scales"), std::string::npos)
+      << ga_last_error();
+  EXPECT_EQ(numbers(ctx, "momentum_buffer", 5001), before);
   for (const float bad : {-1.0f, 1e-40f, INFINITY, NAN}) {
     scales[7] = bad;
     EXPECT_EQ(load(ctx, of_another_program(scales), &parts), GA_ERROR_FORMAT);
@@ -553,6 +618,21 @@ TEST(State8, IsResetToItsBeginning) {
   EXPECT_EQ(numbers(ctx, "sum", 5000), fresh);
 }
 
+// What f32 cannot begin with, a file must be able to hold.
+TEST(State8, BeginsWithAScale) {
+  for (const double initial : {1e-39, 1e39}) {
+    ga_optimizer o = optimizer(GA_OPTIMIZER_ADAGRAD);
+    o.initial_accumulator = initial;
+    Tensor p(GA_F32, 5000, 1);
+    Context ctx;
+    ctx.group(coded(o));
+    add(ctx, 0, p);
+    const float want = initial < 1 ? 0 : std::numeric_limits<float>::max();
+    EXPECT_EQ(numbers(ctx, "sum", 5000), std::vector<float>(5000, want));
+    EXPECT_OK(load(ctx, saved(ctx)));
+  }
+}
+
 // ---- What is refused ----------------------------------------------------------------------------------
 
 TEST(State8, IsRefusedWhereStateCannotBe) {
@@ -578,6 +658,9 @@ TEST(State8, IsRefusedWhereStateCannotBe) {
             GA_ERROR_UNSUPPORTED);
   EXPECT_NE(std::string(ga_last_error()).find("a row has 100 elements"), std::string::npos)
       << ga_last_error();
+  // An optimizer without state has none that lies in two rows.
+  const ga_group plain = ctx.group(coded(plain_sgd()));
+  EXPECT_OK(ga_param_add(ctx, plain, "p", p.data(), GA_F32, 2, shape, &rows, nullptr));
 }
 
 // Rows of whole blocks are updated alone: the state of the others keeps its bits.

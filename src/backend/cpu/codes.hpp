@@ -79,6 +79,10 @@ template <bool kSigned>
   }
 }
 
+template <bool kSigned, int kHalf>
+void store_saturated(const float* x, int64_t count, uint8_t* codes, float* scale_at,
+                     const uint32_t* random);
+
 // random: for each element.
 template <bool kSigned, int kHalf>
 GA_INLINE void store_block(const float* __restrict x, int64_t count, uint8_t* __restrict codes,
@@ -88,6 +92,8 @@ GA_INLINE void store_block(const float* __restrict x, int64_t count, uint8_t* __
     const auto magnitude = static_cast<int32_t>(bits_of(x[i]) & 0x7fffffff);
     largest = magnitude > largest ? magnitude : largest;
   }
+  if (largest >= 0x7f800000)
+    return store_saturated<kSigned, kHalf>(x, count, codes, scale_at, random);
   const float scale = scale_of_block(float_of(static_cast<uint32_t>(largest)));
   *scale_at = scale;
   if (scale == 0) {
@@ -95,11 +101,6 @@ GA_INLINE void store_block(const float* __restrict x, int64_t count, uint8_t* __
     return;
   }
   using InRegisters = Codes<kSigned, Registers>;
-  if (largest >= 0x7f800000) {
-    for (int64_t i = 0; i < count; i += kFloats)
-      put_codes(codes + i, InRegisters::write_lost(get(x + i)));
-    return;
-  }
   const Floats per_scale = Floats{} + inverse_of(scale);
   for (int64_t i = 0; i < count; i += kFloats) {
     const Registers::Word bits = *reinterpret_cast<const WordsInMemory*>(random + i);
@@ -109,6 +110,15 @@ GA_INLINE void store_block(const float* __restrict x, int64_t count, uint8_t* __
 
 inline void load_coded(const CodedState& s, int64_t offset, int64_t count, float* tile) {
   (s.format == kSignedCodes ? load_codes<true> : load_codes<false>)(s, offset, count, tile);
+}
+
+// A block with numbers that are not finite.
+template <bool kSigned, int kHalf>
+[[gnu::noinline]] void store_saturated(const float* x, int64_t count, uint8_t* codes,
+                                       float* scale_at, const uint32_t* random) {
+  alignas(64) float block[kCodeBlock] = {};
+  for (int64_t i = 0; i < count; ++i) block[i] = saturated(x[i]);
+  store_block<kSigned, kHalf>(block, count, codes, scale_at, random);
 }
 
 template <bool kSigned, int kHalf>

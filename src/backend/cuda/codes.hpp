@@ -55,7 +55,7 @@ GA_DEVICE void with_largest(F f, Take take) {
 // The bits of the largest magnitude among the first `count` of four elements, and `largest`.
 GA_DEVICE uint32_t larger_magnitude(uint32_t largest, const Four<float>& x, int count) {
   for (int l = 0; l < 4; ++l) {
-    const uint32_t magnitude = bits_of(x.x[l]) & 0x7fffffff;
+    const uint32_t magnitude = bits_of(saturated(x.x[l])) & 0x7fffffff;
     if (l < count && magnitude > largest) largest = magnitude;
   }
   return largest;
@@ -105,12 +105,12 @@ GA_DEVICE Four<float> read_codes(uint32_t word, float scale) {
 
 // What the codes of a block are written with.
 struct BlockScale {
-  uint32_t largest;  // the bits of its largest magnitude
   float scale, inverse;
 
   BlockScale() = default;
+  // largest: the bits of its largest magnitude.
   GA_DEVICE explicit BlockScale(uint32_t largest)
-      : largest(largest), scale(scale_of_block(float_of(largest))), inverse(inverse_of(scale)) {}
+      : scale(scale_of_block(float_of(largest))), inverse(inverse_of(scale)) {}
 };
 
 // The codes of four elements, of the first or of the second of two slots, which share the 32 random bits of an
@@ -120,13 +120,9 @@ GA_DEVICE uint32_t write_codes(const Four<float>& x, const BlockScale& block,
                                const Four<uint32_t>& random) {
   uint32_t word = 0;
   if (block.scale == 0) return word;
-  const bool lost = block.largest >= 0x7f800000;
-  for (int l = 0; l < 4; ++l) {
-    const uint32_t code =
-        lost ? Codes<kSigned>::write_lost(x.x[l])
-             : Codes<kSigned>::write(x.x[l], block.inverse, code_bits<kHalf>(random.x[l]));
-    word |= code << 8 * l;
-  }
+  for (int l = 0; l < 4; ++l)
+    word |= Codes<kSigned>::write(saturated(x.x[l]), block.inverse, code_bits<kHalf>(random.x[l]))
+            << 8 * l;
   return word;
 }
 
