@@ -7,6 +7,7 @@ or folder without a page of its own gets one below source/.
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import re
@@ -26,6 +27,7 @@ PLACES = (
     "docs/*.md", "docs/moving/*.md", "docs/performance/*.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md",
     "src/*/README.md",
 )  # fmt: skip
+NOTEBOOKS = "docs/notebooks/*.ipynb"
 _LINK = re.compile(r"(\]\()([^)\s#<>]+)(#[^)\s]*)?(?=\))")
 _SOURCE = re.compile(r"/source/([\w./-]+)")
 _LANGUAGES = {
@@ -43,6 +45,9 @@ def main() -> None:
             name = path.relative_to(ROOT)
             front = "---\norphan: true\n---\n" if name.parts[0] == "src" else ""  # architecture.md leads there
             files[name] = (front + _linked(path.read_text(), name)).encode()
+    for path in sorted(ROOT.glob(NOTEBOOKS)):
+        name = path.relative_to(ROOT).with_suffix(".md")
+        files[name] = _linked(_notebook(path), name).encode()
     for path in sorted(SITE.rglob("*")):
         if path.suffix in (".md", ".rst"):
             files[path.relative_to(SITE)] = path.read_bytes()
@@ -73,9 +78,21 @@ def _linked(text: str, page: pathlib.Path) -> str:
             return f"{match[1]}/index.md"
         if any(path.match(str(ROOT / pattern)) for pattern in PLACES):
             return match[0]
+        if path.match(str(ROOT / NOTEBOOKS)) and path.stem != page.stem:
+            return f"{match[1]}/{target.removesuffix('.ipynb')}.md"
         return f"{match[1]}/source/{target}.rst"
 
     return _LINK.sub(replace, text)
+
+
+def _notebook(path: pathlib.Path) -> str:
+    """The cells of a notebook as a page."""
+    parts = []
+    for cell in json.loads(path.read_text())["cells"]:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+    parts.insert(1, f"This page is [a notebook]({path.name}), which a test runs.")
+    return "\n\n".join(parts) + "\n"
 
 
 def _sources(files: dict[pathlib.Path, bytes]) -> dict[pathlib.Path, bytes]:

@@ -6,6 +6,7 @@ import os
 import pathlib
 import re
 import runpy
+import subprocess
 import sys
 from typing import Any
 
@@ -35,6 +36,11 @@ def test_the_guide(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert int(names["model"].optimizer.iterations) == 2 * 15  # 900 samples, of which the last window has 4
     exec(compile(found["saved"], "docs/keras.md", "exec"), names)
     assert int(names["model"].optimizer.iterations) == 3 * 15 + 1  # without a validation split, 1000 samples
+
+
+def test_the_notebook() -> None:
+    folder = ROOT / "docs" / "notebooks"
+    subprocess.run([sys.executable, str(folder / "run.py"), str(folder / "keras.ipynb")], check=True)
 
 
 def test_the_first_program_makes_the_step_of_one_batch() -> None:

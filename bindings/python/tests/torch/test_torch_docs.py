@@ -40,6 +40,11 @@ def test_the_first_program_makes_the_step_of_one_batch() -> None:
     runpy.run_path(str(pathlib.Path(os.environ["GA_HEADER"]).parents[2] / "examples" / "first" / "first_torch.py"))
 
 
+def test_the_notebook() -> None:
+    folder = pathlib.Path(os.environ["GA_HEADER"]).parents[2] / "docs" / "notebooks"
+    subprocess.run([sys.executable, str(folder / "run.py"), str(folder / "torch.ipynb")], check=True)
+
+
 def test_the_example(tmp_path: pathlib.Path) -> None:
     script = pathlib.Path(os.environ["GA_HEADER"]).parents[2] / "examples" / "python" / "transformer.py"
     command = [sys.executable, str(script), "--steps", "10", "--out", str(tmp_path)]
