@@ -16,7 +16,8 @@ from ._slots import Slot, flat
 
 BLOCK = 256
 """Elements that share a scale."""
-CODES, SCALE = "_codes", "_scale"
+CODES = "_codes"
+SCALE = "_scale"
 """What the names of the two tensors end with that a state dictionary has of an array of state in 8 bits.
 
 The codes are not under the name of the array, since an optimizer of torch would take them for numbers there.
