@@ -31,7 +31,8 @@ def pictures() -> dict[str, str]:
     """The files."""
     files = {f"{name}.svg": _window(*plot) for name, plot in PLOTS.items()}
     for name, draw in (
-        ("memory", _memory), ("torch", _torch), ("peers", _peers), ("batchnorm", _batchnorm), ("eager", _eager)
+        ("memory", _memory), ("torch", _torch), ("peers", _peers), ("batchnorm", _batchnorm), ("eager", _eager),
+        ("low_bit", _low_bit),
     ):  # fmt: skip
         tables = json.loads((ROOT / "docs" / "performance" / f"{name}.json").read_text())["tables"]
         files[f"performance_{name}.svg"] = draw({of: table["rows"] for of, table in tables.items()})
@@ -162,6 +163,15 @@ def _eager(tables: dict[str, Any]) -> str:
             bars = [Bar(s, [row[day][i]], _target(row.get("target"))) for s, day in enumerate(days) if day in row]
             rows.append(Row(name, bars, row["plot"] if i == 0 else ""))
     return _bars(rows, days)
+
+
+def _low_bit(tables: dict[str, Any]) -> str:
+    rows = _of_machines(tables["bytes"], ("f32", "bf16", "8bit"))
+    rows[0] = rows[0]._replace(heading="bytes for an element, with parameters of")
+    bars = [Bar(i, _values([row[key] for row in tables["losses"]])) for i, key in ((0, "f32"), (2, "8bit"))]
+    ends = [Bar(bar.series, [bar.values[0], bar.values[-1]]) for bar in bars]
+    rows.append(Row("of five seeds", ends, "the loss that a transformer ends with"))
+    return _bars(rows, ("state in f32", "in bf16", "in 8 bits"))
 
 
 COLOURS = ("#1f4e79", "#3d8fc4", "#8a8f98")
