@@ -212,6 +212,14 @@ def test_codes_become_numbers_where_state_is_none_of_8_bits() -> None:
     assert optimizer.param_groups[0]["state_dtype"] == "8bit"
 
 
+def test_codes_are_refused_by_an_optimizer_without_any() -> None:
+    tensors, optimizer = trained()
+    state = optimizer.state_dict()
+    del state["gradaccum"]
+    with pytest.raises(ValueError, match="its optimizer keeps no state in 8 bits"):
+        gt.Adamax(copies(tensors), lr=0.01).load_state_dict(state)
+
+
 def test_a_parameter_in_another_order_of_memory() -> None:
     """Blocks follow the memory, so codes go from one order to another as numbers."""
 

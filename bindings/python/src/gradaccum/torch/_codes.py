@@ -26,14 +26,21 @@ _SIDE = 512
 
 
 class Coder:
-    """Translates between codes and numbers, by a parameter of its own whose state it writes and reads."""
+    """Translates between codes and numbers, by a parameter of its own whose state it writes and reads.
+
+    Raises ValueError if the optimizer has no codes.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._context = Context(Config(num_threads=1))
         # What a precision needs of a device or a processor may not be here, and no step is made.
         settings = dataclasses.replace(settings, state_dtype=Dtype.STATE_8BIT, ns_precision=Precision.F32)
         self._memory = torch.zeros(_SIDE, _SIDE, device="cpu")
-        self._param: Param = self._context.add_param(self._context.add_group(settings), "state", self._memory)
+        try:
+            self._param: Param = self._context.add_param(self._context.add_group(settings), "state", self._memory)
+        except Error as error:
+            self._context.close()
+            raise ValueError(f"it has codes, but its optimizer keeps no state in 8 bits: {error}") from None
         self._codes = torch.zeros(_SIDE * _SIDE, dtype=torch.uint8, device="cpu")
         self._scale = torch.zeros(_SIDE * _SIDE // BLOCK, device="cpu")
         self._numbers = torch.zeros(_SIDE * _SIDE, device="cpu")
