@@ -17,8 +17,8 @@ extern "C" {
  * for each channel (Ioffe & Szegedy 2015), because the statistics of micro-batches are not those of
  * their batch. Each layer chooses whose mean and variance it takes:
  *
- *   MICRO       Those of the micro-batch, as frameworks do. What one batch would have given comes
- *               out of the running statistics alone.
+ *   MICRO       Those of the micro-batch, as frameworks do. Of the results, only the running
+ *               statistics are those of one batch.
  *   WINDOW      Those of the whole window, on all ranks: y, dx, dgamma and dbeta are those of one
  *               batch. The network is computed layer by layer, each in two sweeps over the
  *               micro-batches, forward and backward, so the program keeps the activations of the
@@ -78,8 +78,8 @@ typedef struct ga_bn_options {
                           in f64 for GA_F64 */
   int32_t biased;      /* 0 or 1: whether the running variance averages biased variances, which
                           divide the sum of squared deviations of n elements by n, as in Keras;
-                          the others divide by n - 1, as in torch, which for n = 1 is unknown,
-                          and the running variance stays */
+                          unbiased ones divide by n - 1, as in torch: for n = 1 there is none, and
+                          the running variance stays */
   double momentum;     /* running += momentum (window's - running); [0, 1]; default 0.1, Keras
                           0.01, which Keras itself calls 0.99 */
   double eps;          /* added to the variance; > 0; default 1e-5, Keras 1e-3 */
@@ -147,7 +147,7 @@ enum {
 
 /* Takes statistics that the program has computed itself, in place of ga_bn_accumulate. count:
    elements of each channel, >= 0. mean, spread: [channels] of dtype, GA_F32 or GA_F64. A negative
-   spread is GA_ERROR_INVALID_ARGUMENT; on a device it makes NaN. */
+   spread is GA_ERROR_INVALID_ARGUMENT; on a device it gives NaN. */
 GA_API ga_status ga_bn_accumulate_stats(ga_context* ctx, ga_bn bn, int64_t count, const void* mean,
                                         const void* spread, ga_bn_spread kind, ga_dtype dtype);
 
@@ -207,8 +207,8 @@ GA_API ga_status ga_bn_running_set(ga_context* ctx, ga_bn bn, const void* mean,
 
 /* The statistics that the layer normalises by now, with the biased variance, for programs with
    normalising kernels of their own; in the shapes of ga_bn_running. *out_count: the elements of a
-   channel that they are of. Waits. GA_ERROR_INVALID_STATE: none were taken in this window, in
-   WINDOW mode ga_bn_finalize must be called first, or the layer is frozen. */
+   channel that they are computed from. Waits. GA_ERROR_INVALID_STATE: none were taken in this
+   window, in WINDOW mode ga_bn_finalize must be called first, or the layer is frozen. */
 GA_API ga_status ga_bn_statistics(ga_context* ctx, ga_bn bn, void* out_mean, void* out_variance,
                                   ga_dtype dtype, int64_t* out_count);
 

@@ -72,10 +72,11 @@ typedef struct ga_comm_table {
   /* What a failure means: a sentence that stays until the next call; may be NULL, as the function
      may. */
   const char* (*error_text)(void* user, int32_t failure);
-  /* Of GA_COMM_ADDER_TRANSPORT alone; else NULL. dtype: GA_F32 or GA_F64. Results have the same bits
-     on all ranks. all_reduce: data, count elements, becomes the sum or the maximum of all ranks'.
-     reduce_scatter: recv becomes that of block `rank` of send, [ranks] blocks one behind the other.
-     The library asks for sums; it takes maxima itself, since MPI and NCCL lose a NaN in them. */
+  /* For GA_COMM_ADDER_TRANSPORT alone; else NULL. dtype: GA_F32 or GA_F64. Results have the same
+     bits on all ranks. all_reduce: data, count elements, becomes the sum or the maximum of all
+     ranks'. reduce_scatter: recv becomes that of block `rank` of send, [ranks] blocks one behind
+     the other. The library asks for sums; it takes maxima itself, since MPI and NCCL lose a NaN in
+     them. */
   int32_t (*all_reduce)(void* user, void* data, int64_t count, ga_dtype dtype, ga_comm_op op,
                         void* stream);
   int32_t (*reduce_scatter)(void* user, const void* send, void* recv, int64_t count, ga_dtype dtype,
@@ -109,8 +110,8 @@ typedef struct ga_comm_config {
 GA_API ga_status ga_comm_config_init(ga_comm_config* out, size_t struct_size, ga_comm_kind kind);
 
 /* Fills out, [size] bytes, with what tells one set of ranks from any other: LOCAL ranks in this
-   process, NCCL ranks on all machines. One rank calls it and gives the bytes to the others, and goes
-   on living until all have joined; NCCL: for one communicator alone. size: GA_COMM_ID_SIZE.
+   process, NCCL ranks on all machines. One rank calls it and gives the bytes to the others, and
+   stays alive until all have joined; NCCL: for one communicator alone. size: GA_COMM_ID_SIZE.
    GA_ERROR_UNSUPPORTED: as for ga_comm_create. */
 enum { GA_COMM_ID_SIZE = 128 };
 GA_API ga_status ga_comm_unique_id(ga_comm_kind kind, void* out, size_t size);
@@ -129,15 +130,15 @@ GA_API ga_status ga_comm_size(const ga_comm* comm, int32_t* out_rank, int32_t* o
 
 /* Has calls that wait for other ranks on comm fail with GA_ERROR_COMMUNICATION now, and all later
    ones at once; LOCAL and MPI: on every rank. NCCL: also ends what is queued on streams, by
-   ncclCommAbort. From any thread, the others being in a call. */
+   ncclCommAbort. May be called from any thread, while others are in a call. */
 GA_API ga_status ga_comm_abort(ga_comm* comm);
 
-/* Leaves. A context that uses comm keeps it until ga_context_destroy or ga_context_set_comm. LOCAL and
-   MPI: when that context is gone, calls of other ranks that wait for it, and later ones, fail at once
-   with GA_ERROR_COMMUNICATION and name the rank; ranks that make no more calls notice nothing, and comm
-   may get another context on every rank. A thread that ends without that is waited for, until
-   ga_comm_config.timeout, since another thread may go on with its context. NULL is legal.
-   MPI: before MPI_Finalize. NCCL: waits for what is queued on streams. */
+/* Leaves. A context that uses comm keeps it until ga_context_destroy or ga_context_set_comm. LOCAL
+   and MPI: when that context is gone, calls of other ranks that wait for it, and later ones, fail
+   at once with GA_ERROR_COMMUNICATION and name the rank; ranks that make no more calls notice
+   nothing, and comm may get another context on every rank. Other ranks wait for a thread that ends
+   without that, until ga_comm_config.timeout, since another thread may go on with its context. NULL
+   is legal. MPI: before MPI_Finalize. NCCL: waits for what is queued on streams. */
 GA_API void ga_comm_destroy(ga_comm* comm);
 
 /* What travels from rank to rank. Either way 16-bit accumulators travel as they are, f64 ones as f64,
@@ -157,8 +158,8 @@ enum {
                              parameters and gets the others' (ZeRO-1, Rajbhandari et al. 2020).
                              Calls that read or write state are then made by every rank in the
                              same order, see ga_context_set_comm */
-  GA_SHARD_PARAMETERS = 2 /* all of its own parameters, which are others, or other parts, than
-                             those of other ranks; see "Parameters of ranks of their own" */
+  GA_SHARD_PARAMETERS = 2 /* all of its own parameters, which are not those of other ranks, or are
+                             other parts of them; see "Parameters of ranks of their own" */
 };
 
 /* How the program has reduced gradients, under GA_SHARD_PARAMETERS. */
@@ -212,26 +213,26 @@ typedef struct ga_comm_options {
 /* Writes the defaults. */
 GA_API ga_status ga_comm_options_init(ga_comm_options* out, size_t struct_size);
 
-/* Makes the context one of comm's ranks. Every rank calls it, between windows, with the same groups,
-   parameters and options, K and threads excepted; the first difference is named in an error. NULL
-   makes it a context alone again, which no other rank takes part in. options: may be NULL.
+/* Makes the context one of comm's ranks. Every rank calls it, between windows, with the same
+   groups, parameters and options, K and threads excepted; the first difference is named in an
+   error. NULL makes it a context without other ranks again. options: may be NULL.
 
    From then on these are collective, called by every rank in the same order: ga_step, ga_discard,
-   ga_bn_finalize and ga_bn_backward_finalize of layers that are not frozen, all that saves or loads,
-   and under GA_SHARD_OPTIMIZER ga_state_get, ga_state_set, ga_ema_copy_to and ga_ema_swap. A rank may
-   bring any number of micro-batches to a window, also none. Each is judged and clipped (DROP_MICRO,
-   GA_CLIP_WHEN_MICRO) by the rank that brings it; ga_step judges the sum. A parameter has a gradient
-   if it has one on some rank.
+   ga_bn_finalize and ga_bn_backward_finalize of layers that are not frozen, all that saves or
+   loads, and under GA_SHARD_OPTIMIZER ga_state_get, ga_state_set, ga_ema_copy_to and ga_ema_swap. A
+   rank may bring any number of micro-batches to a window, also none. Each is checked and clipped
+   (DROP_MICRO, GA_CLIP_WHEN_MICRO) by the rank that brings it; ga_step checks the sum. A parameter
+   has a gradient if it has one on some rank.
 
    A change of an option holds when every rank has made it: otherwise the next of these calls names
    the difference. If other ranks fail or do not come in time, the call returns
    GA_ERROR_COMMUNICATION; parameters and state are untouched, the window is GA_WINDOW_INVALID if
-   gradients were on their way, and comm is of no further use: ga_discard and a set_comm with NULL or
-   another comm come next. Where updated parameters were on their way (MUON, GA_SHARD_OPTIMIZER), only
-   ga_context_destroy is legal, and ranks may differ by a step.
+   gradients were on their way, and comm cannot be used any more: call ga_discard, and
+   ga_context_set_comm with NULL or another comm. Where updated parameters were on their way (MUON,
+   GA_SHARD_OPTIMIZER), only ga_context_destroy is legal, and ranks may differ by a step.
 
-   docs/devices.md has what travels and when, who keeps which state, what is otherwise on a device,
-   and where something fails.
+   docs/devices.md has what travels and when, who keeps which state, what differs on a device, and
+   what happens where something fails.
 
    GA_ERROR_UNSUPPORTED: GA_COMM_ADDER_TRANSPORT with LOCAL, or a table without the functions for it;
    on a device, GA_ROWS_LAZY, and overlap with a transport of the host's memory; a transport of
@@ -249,12 +250,12 @@ GA_API ga_status ga_context_set_comm(ga_context* ctx, ga_comm* comm,
    that of one process would be, for which each rank's ga_step sends one message of 1,360 bytes, and 64
    bytes more for each group beyond the 20th.
 
-   Losses are multiplied by their weight before backward: a rank whose micro-batch is b samples gives
-   ga_accumulate the gradient of b times its mean loss, and the weight b, with
-   ga_config.gradient_kind = GA_GRADIENT_SUM. What the framework has made the mean over data_ranks ranks
-   of, ga_step multiplies by data_ranks again, and divides by the sum of all weights. Weights may differ
-   between ranks; one of 0 brings a gradient, too, which is that of the others. Ranks with the same
-   samples (the same data_rank, as in tensor parallelism) give the same weights.
+   Losses are multiplied by their weight before backward: a rank whose micro-batch is b samples
+   gives ga_accumulate the gradient of b times its mean loss, and the weight b, with
+   ga_config.gradient_kind = GA_GRADIENT_SUM. If the framework has taken the mean over data_ranks
+   ranks, ga_step multiplies by data_ranks again, and divides by the sum of all weights. Weights may
+   differ between ranks; one of 0 brings a gradient, too, which is that of the others. Ranks with
+   the same samples (the same data_rank, as in tensor parallelism) give the same weights.
 
    The squares of a norm are added by a sum whose bits depend neither on the order nor on which rank has
    which part (binned, Demmel & Nguyen 2015). So parameters are those of one process in this mode, to the
@@ -264,11 +265,11 @@ GA_API ga_status ga_context_set_comm(ga_context* ctx, ga_comm* comm,
    A parameter that a rank has a part of is added in the shape of the part, under the name of the whole;
    ga_param_set_part says where it lies. Parts of a name make up the whole, and do not overlap.
 
-   On the CPU. Not with clipping by value, of units or of micro-batches, GA_ROWS, GA_REDUCE_MAX,
-   GA_NONFINITE_DROP_MICRO, GA_ACCUMULATE_RUNNING_MEAN, noise_scale, layers with batch
-   normalisation, or max_grad_norm of LAMB: GA_ERROR_UNSUPPORTED, on all ranks. GA_CLIP_PER_TENSOR and
-   optimizers that need whole tensors (LAMB, LARS, ADAFACTOR, MUON, ROWWISE_ADAGRAD) are for parameters
-   that are not cut.
+   For contexts on the CPU. GA_ERROR_UNSUPPORTED on all ranks with clipping by value, of units or of
+   micro-batches, GA_ROWS, GA_REDUCE_MAX, GA_NONFINITE_DROP_MICRO, GA_ACCUMULATE_RUNNING_MEAN,
+   noise_scale, layers with batch normalisation, or max_grad_norm of LAMB. GA_CLIP_PER_TENSOR and
+   optimizers that need whole tensors (LAMB, LARS, ADAFACTOR, MUON, ROWWISE_ADAGRAD) are for
+   parameters that are not cut.
 
    With ga_config.eager, on all ranks or none, ga_micro_begin of the last micro-batch (GA_MICRO_LAST, or the
    K-th) is collective too: the ranks tell each other their weights. Then ga_params_ready updates a
@@ -279,10 +280,10 @@ GA_API ga_status ga_context_set_comm(ga_context* ctx, ga_comm* comm,
 
 /* Where the elements of a parameter lie in the whole, [first, first + shape) of each axis.
    whole_shape, first: [rank] numbers, copied; may be NULL if rank is 0. copies: ranks that have the
-   same part, >= 1, the lowest of which counts its squares. Without a call: all of the parameter, and no
-   other rank has it. Between windows, on every rank. GA_ERROR_INVALID_ARGUMENT: the part is not within the
-   whole. Ranks that leave holes or overlap are GA_ERROR_COMMUNICATION in ga_context_set_comm, or in the
-   next ga_step. */
+   same part, >= 1, the lowest of which counts its squares. Without this call, the rank has all of
+   the parameter, and no other rank has it. Between windows, on every rank.
+   GA_ERROR_INVALID_ARGUMENT: the part is not within the whole. Ranks that leave holes or overlap
+   are GA_ERROR_COMMUNICATION in ga_context_set_comm, or in the next ga_step. */
 GA_API ga_status ga_param_set_part(ga_context* ctx, ga_param param, const int64_t* whole_shape,
                                    const int64_t* first, int32_t copies);
 

@@ -48,7 +48,7 @@
  *   - Each micro-batch has a weight: its number of samples, or of tokens, or 1. ga_step divides the
  *     accumulated gradient by the sum of the weights, so micro-batches of different sizes average
  *     as they would have in one batch.
- *   - The first gradient of a parameter in a window overwrites what the window before has left.
+ *   - The first gradient of a parameter in a window overwrites what the previous window left.
  *     Nothing needs to be zeroed, and no NaN survives a window.
  *   - A step is applied or skipped. A window with an infinite or NaN gradient is skipped (unless
  *     configured otherwise): parameters and state keep every bit, and counters, schedules, bias
@@ -195,10 +195,11 @@ enum {
   GA_I32 = 5,  /* integers of 32 bits, for indices */
   GA_I64 = 6,  /* integers of 64 bits, for indices */
   GA_U8 = 7,   /* bytes: codes of GA_STATE_8BIT */
-  /* Only as ga_optimizer.state_dtype: blocks of 256 elements of a parameter, each with a scale of
-     f32, the largest magnitude in it, and an 8-bit float for each element as a share of that. Zero
-     and the largest element are exact; eight steps to an octave, over 31.7 octaves where numbers are
-     never negative and over 15.7 where they have a sign. Steps round stochastically. */
+  /* Only as ga_optimizer.state_dtype. Each block of 256 elements of a parameter has a scale in f32,
+     the largest magnitude in the block, and an 8-bit float for each element, as a fraction of the
+     scale. Zero and the largest element are exact. An octave has eight codes, over 31.7 octaves
+     where state is never negative and over 15.7 where it has a sign. A step rounds
+     stochastically. */
   GA_STATE_8BIT = 16
 };
 
@@ -218,8 +219,8 @@ enum {
   GA_PRECISION_BF16 = 2  /* 8 significant bits: on GPUs, and on CPUs with AVX-512 BF16 or AMX */
 };
 
-/* The coefficients a, b, c of MUON's iterations, X <- a X + (b G + c G G) X with G = X X'. Iterations
-   beyond the last row of a table have its last row. */
+/* The coefficients a, b, c of MUON's iterations, X <- a X + (b G + c G G) X with G = X X'.
+   Iterations beyond the last row of a table use its last row. */
 typedef int32_t ga_newton_schulz;
 enum {
   GA_NS_OWN = 0,          /* those of ns_table, or without one ns_coefficients, which by default are
@@ -230,8 +231,8 @@ enum {
                              matrix is multiplied by it, too */
 };
 
-/* What MUON divides by its norm, at least eps, before a matrix is made orthogonal: MuonEq, Chang et al.
-   2026, arXiv 2603.28254. */
+/* What MUON divides by its norm, at least eps, before a matrix is orthogonalized: MuonEq, Chang et
+   al. 2026, arXiv 2603.28254. */
 typedef int32_t ga_equilibrate;
 enum {
   GA_EQUILIBRATE_NONE = 0,    /* the whole matrix alone */
@@ -252,7 +253,7 @@ typedef struct ga_optimizer {
                                  average in the parameter; (0, 1) */
   double dampening;           /* SGD, LARS; [0, 1] */
   double beta1;               /* decay of the first moment: ADAM and its kin, LION; [0, 1).
-                                 SCHEDULE_FREE_ADAMW: as momentum of the other; (0, 1) */
+                                 SCHEDULE_FREE_ADAMW: as momentum of SCHEDULE_FREE_SGD; (0, 1) */
   double beta2;               /* decay of the second moment, for LION of the momentum; [0, 1). MUON:
                                  of the mean square of each output's update, which divides it:
                                  NorMuon, Li et al. 2025, arXiv 2510.05491; default 0: no division */
@@ -261,11 +262,11 @@ typedef struct ga_optimizer {
   int32_t amsgrad;            /* 0 or 1: ADAM, ADAMW: the largest second moment so far in place
                                  of the current one */
   int32_t maximize;           /* 0 or 1: ascend; undone by a negative loss scale */
-  ga_dtype state_dtype;       /* dtype of the state; default 0: f32, or f64 for f64 parameters;
-                                 or GA_BF16, or GA_STATE_8BIT. Under the latter stay f32: parameters
-                                 of at most 4096 elements; both second moments of amsgrad, the slow
-                                 average of ADEMAMIX, both averages of centered, and the variances
-                                 of MUON's beta2 */
+  ga_dtype state_dtype;       /* dtype of the state; default 0: f32, or f64 for f64 parameters; or
+                                 GA_BF16, or GA_STATE_8BIT, with which these stay f32: the state of
+                                 parameters of at most 4096 elements, both second moments of
+                                 amsgrad, the slow average of ADEMAMIX, both averages of centered,
+                                 and the variances of MUON's beta2 */
   double rho;                 /* RMSPROP (torch's alpha), ADADELTA; [0, 1) */
   double lr_decay;            /* ADAGRAD; >= 0 */
   double initial_accumulator; /* ADAGRAD, ROWWISE_ADAGRAD: initial sum of squares; >= 0 */
@@ -314,7 +315,7 @@ typedef int32_t ga_param;
 
 /* Adds a group: parameters that share an optimizer. Legal while the window is empty. out: may be
    NULL. GA_ERROR_UNSUPPORTED: no such flavor, MUON on a device without cuBLAS, or an ns_precision
-   that the device has no products of. */
+   for which the device has no products. */
 GA_API ga_status ga_group_add(ga_context* ctx, const ga_optimizer* optimizer, ga_group* out);
 
 /* ---- Parameters ------------------------------------------------------------------------------ */
@@ -470,20 +471,20 @@ enum {
      must not overlap the first. */
   GA_GRADIENTS_LIVE = 1,
   /* The buffer of a parameter's first gradient in a window is the library's from then on, until
-     ga_step or ga_discard has returned: it becomes the accumulator, so that no other is written, and
-     what is in it afterwards is undefined. The same bits. No other gradient of the window may overlap
-     it. So on the CPU, for gradients of the accumulator's dtype; others, on a device and over ranks,
-     are read as under GA_GRADIENTS_LIVE or before the call returns. GA_ERROR_UNSUPPORTED with
-     GA_NONFINITE_DROP_MICRO, GA_CLIP_WHEN_MICRO, ga_param_options.rows, and 16-bit accumulators of
-     GA_ACCUMULATE_COMPENSATED. */
+     ga_step or ga_discard has returned: it becomes the accumulator, so that no other is written,
+     and what is in it afterwards is undefined. The same bits. No other gradient of the window may
+     overlap it. This holds on the CPU, for gradients of the accumulator's dtype; all others, on a
+     device and over ranks too, are read as under GA_GRADIENTS_LIVE or before the call returns.
+     GA_ERROR_UNSUPPORTED with GA_NONFINITE_DROP_MICRO, GA_CLIP_WHEN_MICRO, ga_param_options.rows,
+     and 16-bit accumulators of GA_ACCUMULATE_COMPENSATED. */
   GA_GRADIENTS_LENT = 2
 };
 
 /* Runs task(data, i) for every i in [0, count), each exactly once, and returns when all are done.
    It may use any threads, the calling one included, and any order, but it must run every task (else
    GA_ERROR_FAULT), must not use the context (GA_ERROR_INVALID_STATE) and must not throw. It runs in
-   the program's floating-point mode, and a task leaves that of its thread as it was. Small work
-   does not come here. */
+   the program's floating-point mode, and a task leaves that of its thread as it was. Small work is
+   not passed to it. */
 typedef void (*ga_task)(void* data, int64_t index);
 typedef void (*ga_parallel_for)(void* user, int64_t count, ga_task task, void* data);
 
@@ -536,8 +537,8 @@ struct ga_config {
   uint64_t seed;                  /* seed of stochastic rounding; default 0 */
   int32_t noise_scale;            /* 0 or 1: whether the gradient noise scale is estimated, see
                                      ga_step_result.noise_scale; default 0 */
-  int32_t measure_norm;           /* 0 or 1: whether every ga_step_result has the norm; default
-                                     0: not where only an extra pass would tell, see
+  int32_t measure_norm;           /* 0 or 1: whether every ga_step_result has the norm; default 0:
+                                     not where that would take an extra pass, see
                                      docs/reference.md */
   double noise_smoothing;         /* smoothing of the noise scale over steps; [0, 1); default 0.9 */
   int32_t device_ordinal;         /* which device of that kind; default 0 */
@@ -555,8 +556,8 @@ struct ga_config {
   ga_log log;                     /* default NULL: none, or lines to stderr if the environment
                                      has GA_VERBOSE=1 when the context is created */
   void* log_user;                 /* passed to log */
-  int32_t eager;                  /* 0 or 1: whether ga_params_ready begins with the update, in
-                                     place of ga_step; see there. On the CPU; default 0 */
+  int32_t eager;                  /* 0 or 1: whether ga_params_ready begins the update, in place of
+                                     ga_step; see ga_params_ready. On the CPU; default 0 */
   int32_t eager_threads;          /* threads of the library that do this while the program goes
                                      on, up to 4096; they run on the processors that the thread
                                      which creates the context may use. Default 0:
@@ -649,8 +650,8 @@ enum {
   GA_STEP_SKIPPED_WEIGHT = 5,    /* the sum of the weights is too small or too large to divide
                                     by, see docs/reference.md. Does not move a loss scaler by
                                     itself */
-  GA_STEP_SKIPPED_DISCARD = 6    /* another rank has discarded the window, and so has this call;
-                                    it is not counted, but over NCCL; see ga_context_set_comm */
+  GA_STEP_SKIPPED_DISCARD = 6    /* another rank has discarded the window, and so has this call; it
+                                    is counted over NCCL only; see ga_context_set_comm */
 };
 
 /* What a step did. */
@@ -662,12 +663,12 @@ struct ga_step_result {
   int64_t steps;           /* applied steps, as in ga_window_info, this one included if applied */
   int64_t micro_batches;   /* micro-batches of this window */
   double weight;           /* sum of the weights of this window */
-  double norm;             /* 2-norm of the whole reduced gradient before clipping (after it,
-                              with GA_CLIP_WHEN_MICRO). NaN or infinite if the step was skipped
-                              for that, 0 if it was skipped as empty or for its weight. NaN if
-                              nothing measured it: see ga_config.measure_norm. Wrong by less than
-                              1e-6 of itself, usually by 1e-8, by 3e-7 where all elements are
-                              alike; where all is in float64, by 4e-12 */
+  double norm;             /* 2-norm of the whole reduced gradient before clipping (after it, with
+                              GA_CLIP_WHEN_MICRO). NaN or infinite if the step was skipped for that,
+                              0 if it was skipped as empty or for its weight. NaN if nothing
+                              measured it: see ga_config.measure_norm. Its relative error is less
+                              than 1e-6, usually 1e-8, 3e-7 where all elements are alike; where all
+                              is in float64, 4e-12 */
   double clip_factor;      /* the least factor of a clip by norm on the reduced gradient; else 1 */
   double lr;               /* learning rate of group 0 in this step; 0 if skipped */
   double loss_scale;       /* what ga_loss_scale returned in this window */
@@ -685,7 +686,7 @@ struct ga_step_result {
                               three are smoothed */
   uint64_t dropped_micros; /* bit i: micro-batch i of this window was dropped; i < 64 */
   int64_t eager;           /* with ga_config.eager: parameters that were updated before ga_step;
-                              as the next two, of this rank alone */
+                              like the next two, of this rank alone */
   int64_t eager_waited;    /* those that waited for ga_step because there was no memory for a
                               second set of their arrays */
   int64_t eager_redone;    /* of eager, those that ga_step updated once more, since the step was
@@ -761,9 +762,10 @@ enum {
      ga_accumulate_matmul(ctx, W, batch, dy, out, GA_TRANSPOSE, x, in, GA_NO_TRANSPOSE, GA_F32)
    Sums are in f32, in the order of the GEMM library, which depends on threads and processor:
    oneDNN, or cuBLAS on a device. Where there is no libgradaccum_onednn.so, products are the
-   library's own, whose sums do not depend on threads. GA_ERROR_UNSUPPORTED: oneDNN, for which
-   there is that file, or cuBLAS could not be loaded, or the program has loaded another major
-   version of oneDNN; everything else keeps working. GA_ERROR_FAULT: the GEMM library failed half-way. */
+   library's own, whose sums do not depend on threads. GA_ERROR_UNSUPPORTED: that file is there, but
+   oneDNN could not be loaded; cuBLAS could not be loaded; or the program has loaded another major
+   version of oneDNN. Everything else keeps working. GA_ERROR_FAULT: the GEMM library failed
+   half-way. */
 GA_API ga_status ga_accumulate_matmul(ga_context* ctx, ga_param param, int64_t k, const void* a,
                                       int64_t lda, ga_transpose transpose_a, const void* b,
                                       int64_t ldb, ga_transpose transpose_b, ga_dtype dtype);
@@ -803,10 +805,10 @@ GA_API ga_status ga_micro_end(ga_context* ctx);
    drops the window. */
 GA_API ga_status ga_micro_abort(ga_context* ctx);
 
-/* Tells that nothing more comes to these parameters in this window; contributions to them are
-   GA_ERROR_INVALID_STATE until it has ended, but for those that are ignored anyway (weight 0, frozen).
-   Telling it again does nothing. params: [count] ids; may be NULL if count is 0. Parameters and
-   results of ga_step are the same as without this call, bit for bit.
+/* Tells the library that no more gradients come to these parameters in this window; contributions
+   to them are GA_ERROR_INVALID_STATE until it has ended, but for those that are ignored anyway
+   (weight 0, frozen). A second call does nothing. params: [count] ids; may be NULL if count is 0.
+   Parameters and results of ga_step are the same as without this call, bit for bit.
 
    With ga_config.eager their update begins here, while the rest of backward has yet to run: as soon
    as the last micro-batch has begun (GA_MICRO_LAST, or the K-th). The call returns when they are
@@ -814,20 +816,20 @@ GA_API ga_status ga_micro_abort(ga_context* ctx);
    - Under GA_NONFINITE_IGNORE, with neither GA_CLIP_GLOBAL nor LAMB's max_grad_norm, a parameter is
      updated in place. Its gradient may go when the call returns, or with ga_config.eager_threads
      when ga_config.on_param_done comes. From then on until ga_step, ga_discard and functions that
-     set options or read or save state are GA_ERROR_INVALID_STATE, and GA_ERROR_FAULT leaves the
-     context of no further use.
+     set options or read or save state are GA_ERROR_INVALID_STATE, and after GA_ERROR_FAULT the
+     context cannot be used any more.
    - Else ga_step decides. The update reads parameter and state, and writes a second set of these
      arrays (ga_memory.eager), which ga_step takes, forgets if it skips the window, or writes anew if
      it clips by the norm or options have changed (ga_step_result.eager_redone). Gradients that live
-     do so until ga_step.
+     must do so until ga_step.
    Several threads may then be in ga_accumulate_part and ga_params_ready at once, for different
    parameters; no other function may overlap with them. With a communicator and
    ga_comm_options.overlap, the exchange of gradients begins here, and an update when the sum over the
    ranks is there, never in place. docs/eager.md has what waits for ga_step, what threads share, and
    how it goes on several ranks.
 
-   GA_ERROR_INVALID_STATE: the window is invalid, the accumulator of one is acquired, or another
-   thread adds to one.
+   GA_ERROR_INVALID_STATE: the window is invalid, the accumulator of one of the parameters is
+   acquired, or another thread adds to one of them.
    GA_ERROR_FAULT: an update in place stopped half-way (any other, ga_step makes anew); or
    on_param_done threw an exception. */
 GA_API ga_status ga_params_ready(ga_context* ctx, const ga_param* params, size_t count);
@@ -837,11 +839,11 @@ GA_API ga_status ga_params_ready(ga_context* ctx, const ga_param* params, size_t
 /* Needed by a program that frees gradients, or uses their memory again, as soon as it may: the
    library tells which of them it may still read, whatever the options are.
 
-   Gradients have numbers: 1, 2, 3, ... in the order in which they come. Each pointer of ga_accumulate
-   has one, NULL too; so has each gradient by part, with its indices or as a product of two matrices.
-   A program keeps number and memory in a queue, and lets go of what has a lower number than
-   `oldest`. To find out which of the later ones may go before that one, it asks again, from the next
-   number on. */
+   Gradients have numbers: 1, 2, 3, ... in the order in which they come. Each pointer of
+   ga_accumulate has one, NULL too; so has each gradient by part, with its indices or as a product
+   of two matrices. A program keeps number and memory in a queue, and frees what has a lower number
+   than `oldest`. To find out which of the later ones may go before that one, it asks again, from
+   the next number on. */
 typedef struct ga_kept_info {
   size_t struct_size;
   int64_t latest; /* of the gradient that came last; pointer i of a ga_accumulate just made has the
@@ -936,7 +938,7 @@ GA_API ga_status ga_group_last_lr(const ga_context* ctx, ga_group group, double*
 
 /* Sets the number of applied steps; >= 0. For a run that goes on from elsewhere: schedules, EMA and
    optimizers that count the context's steps go on from there, as if these steps had been made with
-   the hyper-parameters of now. Counts of a single parameter are state: ga_state_set. The number of
+   the current hyper-parameters. Counts of a single parameter are state: ga_state_set. The number of
    windows, by which GA_ACCUMULATE_STOCHASTIC rounds, stays. Between windows. Waits. */
 GA_API ga_status ga_context_set_steps(ga_context* ctx, int64_t steps);
 
@@ -1060,18 +1062,18 @@ GA_API ga_status ga_loss_scale(const ga_context* ctx, double* out_scale, const v
 
 /* ---- EMA ------------------------------------------------------------------------------------- */
 
-/* Needed to evaluate or ship a moving average of the parameters. Moved once per applied step, in
-   the pass that updates the parameter: e <- e + (1 - d) (p - e) after the context's t-th step; e =
-   p in the first. p is the master weights if there are any. A parameter that is added
+/* Needed to evaluate or ship a moving average of the parameters. The average moves once per applied
+   step, in the pass that updates the parameter: e <- e + (1 - d) (p - e) after the context's t-th
+   step; e = p in the first. p is the master weights if there are any. A parameter that is added
    later begins with its first step. Parameters without a gradient, frozen and lazily updated ones
    take part, in a pass of their own; those of GA_OPTIMIZER_EXTERNAL as ga_step finds them. A
    parameter that has always been frozen has no EMA yet.
 
-   The Schedule-Free optimizers have an average of their own, x = y + (1 - 1 / beta) (z - y), where y is
-   the parameter, z its state of that name and beta SCHEDULE_FREE_ADAMW's beta1 or
+   The Schedule-Free optimizers have an average of their own, x = y + (1 - 1 / beta) (z - y), where
+   y is the parameter, z its state of that name and beta SCHEDULE_FREE_ADAMW's beta1 or
    SCHEDULE_FREE_SGD's momentum. Gradients are taken at y, and x is what to evaluate and to ship.
    ga_ema_copy_to and ga_ema_swap take it for an EMA, unless the context keeps one, and leave
-   parameters of other groups as they are. It is computed by these calls and costs no memory but while
+   parameters of other groups as they are. It is computed by these calls and costs memory only while
    exchanged. */
 
 /* What the decay d of step t is. */
@@ -1106,7 +1108,7 @@ GA_API ga_status ga_context_set_ema(ga_context* ctx, const ga_ema* ema);
    is no EMA, and no group with an average of its own. GA_ERROR_FAULT: out is half written. */
 GA_API ga_status ga_ema_copy_to(ga_context* ctx, ga_param param, void* out, ga_dtype dtype);
 
-/* on 1: exchanges parameters and EMA, to evaluate with the EMA; 0: takes that back, to the last
+/* on 1: exchanges parameters and EMA, to evaluate with the EMA; 0: exchanges them back, to the last
    bit. A parameter of another dtype than its EMA is set to the EMA, rounded, and a copy is kept
    meanwhile (ga_memory.averages). A second call with the same value does nothing. While exchanged,
    only queries, ga_bn_infer, ga_synchronize, ga_context_set_stream and ga_context_destroy, which
@@ -1180,27 +1182,26 @@ struct ga_param_options {
                                  from ga_params_ready on, and holds what ga_step leaves when that
                                  has returned, so that no copy is made at the end; default 0 */
   int32_t follow_data;        /* 0 or 1: master weights follow what the program writes to the
-                                 parameter: an element that is not what its master weight rounds
-                                 to is taken as the new master weight by the next call that reads
-                                 that, so that ga_param_changed is needless. What ga_load and
-                                 ga_state_set put into master weights is rounded into the
-                                 parameter in the same call. Not with GA_ROUND_STOCHASTIC;
-                                 without master weights, nothing needs to be told either way.
-                                 Default 0: the parameter may be freed or used otherwise between
-                                 steps */
+                                 parameter: an element that is not what its master weight rounds to
+                                 is taken as the new master weight by the next call that reads the
+                                 master weight, so that ga_param_changed is not needed. What ga_load
+                                 and ga_state_set put into master weights is rounded into the
+                                 parameter in the same call. Not with GA_ROUND_STOCHASTIC; without
+                                 master weights, nothing needs to be told either way. Default 0: the
+                                 parameter may be freed or used otherwise between steps */
   int32_t reserved;           /* 0 */
   int32_t cut_matrices;       /* 0 or 1: the next four fields say how MUON cuts the parameter, whose
                                  rank is 2 or more, into equal matrices [outputs, inputs]. Each has
                                  norms, iterations and a factor of the learning rate of its own.
                                  Default 0: rank 2, one matrix, whose axis 0 has the outputs */
-  int32_t batch_axes;         /* so many first axes: each of their indices has matrices of its own,
-                                 as experts [E, outputs, inputs] have with 1; at most rank - 2 */
-  int32_t output_axis;        /* the axis of the outputs, not one of batch_axes. The others that are
-                                 not, flattened, are the inputs: a convolution in torch,
-                                 [out, in, height, width], has 0, in Keras, with out last, 3 */
+  int32_t batch_axes;         /* how many leading axes have matrices of their own for each index: 1
+                                 for experts [E, outputs, inputs]; at most rank - 2 */
+  int32_t output_axis;        /* the axis of the outputs, not one of batch_axes. All axes but this
+                                 one and batch_axes, flattened, are the inputs. For a convolution: 0
+                                 in torch, [out, in, height, width]; 3 in Keras, with out last */
   int32_t split_axis;         /* the axis that matrix_parts cut, not one of batch_axes */
-  int32_t matrix_parts;       /* split_axis is cut into so many equal parts, each in a matrix of its
-                                 own, as heads are; default 0: not cut */
+  int32_t matrix_parts;       /* how many equal parts split_axis is cut into, each in a matrix of
+                                 its own, as heads are; default 0: not cut */
   int32_t reserved2;          /* 0 */
 };
 
@@ -1288,9 +1289,10 @@ GA_API ga_status ga_param_changed(ga_context* ctx, ga_param param);
 GA_API ga_status ga_param_set_frozen(ga_context* ctx, ga_param param, int32_t frozen);
 
 /* Multiplies the group's learning rate, or its weight decay, for one parameter; finite, >= 0; 1
-   until then. It stays when the group's changes. What ga_group_lr and ga_step_result.lr say is
-   without it. Decoupled weight decay is multiplied by both. With a weight_decay_scale of 0, LAMB
-   and LARS treat the parameter as one without weight decay: no trust ratio, but by always_adapt. */
+   until then. The factor stays when the group's value changes; ga_group_lr and ga_step_result.lr do
+   not include it. Decoupled weight decay is multiplied by both. With a weight_decay_scale of 0,
+   LAMB and LARS treat the parameter as one without weight decay: no trust ratio, but by
+   always_adapt. */
 GA_API ga_status ga_param_set_lr_scale(ga_context* ctx, ga_param param, double lr_scale);
 GA_API ga_status ga_param_set_weight_decay_scale(ga_context* ctx, ga_param param,
                                                  double weight_decay_scale);
@@ -1316,10 +1318,10 @@ GA_API ga_status ga_group_set_weight_decay(ga_context* ctx, ga_group group, doub
 
 /* Gives a group other hyper-parameters: learning rate, betas, momentum, eps and so on. What decides
    which state there is may not change: kind, flavor, state_dtype, amsgrad, centered,
-   initial_accumulator, and whether momentum (SGD, RMSPROP, LARS) or beta2 (MUON) is 0. Bias corrections use the new
-   beta, 1 - beta^t, as PyTorch's and Keras's do. GA_ERROR_UNSUPPORTED: such a field differs, the
-   device has no products of ns_precision, or the optimizer would then move rows that GA_ROWS_LAZY
-   leaves. */
+   initial_accumulator, and whether momentum (SGD, RMSPROP, LARS) or beta2 (MUON) is 0. Bias
+   corrections use the new beta, 1 - beta^t, as PyTorch's and Keras's do. GA_ERROR_UNSUPPORTED: such
+   a field differs, the device has no products for ns_precision, or the optimizer would then move
+   rows that GA_ROWS_LAZY leaves. */
 GA_API ga_status ga_group_set_optimizer(ga_context* ctx, ga_group group,
                                         const ga_optimizer* optimizer);
 

@@ -47,14 +47,15 @@ GA_API ga_status ga_state_count(const ga_context* ctx, ga_param param, int32_t* 
 GA_API ga_status ga_state_describe(const ga_context* ctx, ga_param param, int32_t index,
                                    ga_state_info* out);
 
-/* Read or write an array of state whole. out, data: [count] of dtype, both as ga_state_describe
-   says: nothing is rounded. Codes, of GA_U8, are also read and written as the numbers that they
-   stand for, of GA_F32: then data is rounded to the nearest codes, and the scales are written too.
-   Both allocate as ga_prepare does. Between windows. Wait. Optimizer
-   state that is written counts as that of at least one update: a "step" of 0 becomes 1. So write
-   "step" last. GA_ERROR_INVALID_ARGUMENT: the parameter has no state of that name, dtype and count;
-   the message lists what there is. Or a scale is not 0 or a positive normal number; or a number for
-   codes is not finite, or negative where state never is. GA_ERROR_INVALID_STATE: it has always been frozen. */
+/* Read or write a whole array of state. out, data: [count] of dtype, both as ga_state_describe
+   says: nothing is rounded. Codes (GA_U8) may also be read and written as the numbers that they
+   stand for (GA_F32): data is then rounded to the nearest codes, and the scales are written too.
+   Both allocate as ga_prepare does. Between windows. Wait. Optimizer state that is written counts
+   as that of at least one update: a "step" of 0 becomes 1. So write "step" last.
+   GA_ERROR_INVALID_ARGUMENT: the parameter has no state of that name, dtype and count; the message
+   lists what there is. Also: a scale is neither 0 nor a positive normal number; a number for codes
+   is not finite, or is negative where state never is. GA_ERROR_INVALID_STATE: the parameter has
+   always been frozen. */
 GA_API ga_status ga_state_get(ga_context* ctx, ga_param param, const char* name, void* out,
                               ga_dtype dtype, int64_t count);
 GA_API ga_status ga_state_set(ga_context* ctx, ga_param param, const char* name, const void* data,
@@ -81,9 +82,9 @@ GA_API ga_status ga_state_reset(ga_context* ctx, ga_param param);
    goes to PyTorch and Keras and back.
 
    Saving is legal while no micro-batch is open and the window is not GA_WINDOW_INVALID (nor, over
-   several ranks, one for which ga_step has returned GA_ERROR_NONFINITE); loading while the window is
-   empty, on every rank. Neither while a stream is captured. Both wait. The path of a file is in the
-   encoding of the system. */
+   several ranks, one for which ga_step has returned GA_ERROR_NONFINITE); loading while the window
+   is empty, on every rank. Neither is legal while a stream is captured. Both wait. The path of a
+   file is in the encoding of the system. */
 
 /* What is saved or loaded. */
 typedef int32_t ga_state_parts;
@@ -91,8 +92,8 @@ enum {
   GA_STATE_ALL = 0,       /* the parameters and what the library keeps */
   GA_STATE_LIBRARY = 1,   /* not the parameters, which the program saves by itself */
   GA_STATE_PARAMETERS = 2 /* the parameters, and the running statistics of batch normalisation: a
-                             plain model file. Loading it takes master weights anew, and leaves
-                             all other state */
+                             plain model file. Loading it sets master weights from the parameters,
+                             and leaves all other state */
 };
 
 /* What a load does about the settings in the file: hyper-parameters, schedules, clips, loss scaler,
@@ -109,9 +110,9 @@ enum {
                               MUON cuts parameters into matrices, is compared always) */
 };
 
-/* Called now and then with the bytes that are done, of all. Another value than 0 ends the save, or a
-   load that has not begun to change the context, with GA_ERROR_CANCELLED. Must not use the
-   context. */
+/* Called now and then with the bytes that are done and the total. Another value than 0 ends the
+   save, or a load that has not begun to change the context, with GA_ERROR_CANCELLED. Must not use
+   the context. */
 typedef int32_t (*ga_progress)(void* user, int64_t done, int64_t total);
 
 /* Options of a save or a load. */
@@ -136,15 +137,15 @@ typedef struct ga_state_options {
 GA_API ga_status ga_state_options_init(ga_state_options* out, size_t struct_size);
 
 /* Saves to a file, as a whole or not at all: whatever happens, path is the old file or the new one,
-   whole and on the disk when the call returns. (It is written beside it, then renamed; a link stays,
-   and its target is replaced. What a killed save has left there, the next save to path removes.)
-   A loop of its own count of micro-batches saves behind the test that ends the window, not in front
-   of it, and takes the count from ga_window after a load: docs/checkpoints.md has the loop.
-   options may be NULL. GA_ERROR_IO: the message has the reason of the system.
+   whole and on the disk when the call returns. (The new file is written beside the old one, then
+   renamed; a link stays, and its target is replaced. What a killed save has left there, the next
+   save to path removes.) A loop that counts micro-batches itself saves after the test that ends the
+   window, not before it, and takes the count from ga_window after a load: docs/checkpoints.md has
+   the loop. options may be NULL. GA_ERROR_IO: the message has the reason of the system.
    GA_ERROR_CANCELLED.
-   GA_SHARD_PARAMETERS: if all ranks give one path, on a file system that all of them see, path is an
-   index and each rank writes what it has to a file beside it, "path.1.rank0"; the number is another
-   with every save, and the files of the save before are removed when the index is the new one. If
+   GA_SHARD_PARAMETERS: if all ranks give one path, on a file system that all of them see, path is
+   an index and each rank writes what it has to a file beside it, "path.1.rank0"; the number changes
+   with every save, and the files of the previous save are removed once the index is the new one. If
    each rank gives a path of its own, each writes one file there. Anything between is
    GA_ERROR_INVALID_ARGUMENT. */
 GA_API ga_status ga_save(ga_context* ctx, const char* path, const ga_state_options* options);
