@@ -473,10 +473,10 @@ enum {
   /* The buffer of a parameter's first gradient in a window is the library's from then on, until
      ga_step or ga_discard has returned: it becomes the accumulator, so that no other is written,
      and what is in it afterwards is undefined. The same bits. No other gradient of the window may
-     overlap it. This holds on the CPU, for gradients of the accumulator's dtype; all others, on a
-     device and over ranks too, are read as under GA_GRADIENTS_LIVE or before the call returns.
-     GA_ERROR_UNSUPPORTED with GA_NONFINITE_DROP_MICRO, GA_CLIP_WHEN_MICRO, ga_param_options.rows,
-     and 16-bit accumulators of GA_ACCUMULATE_COMPENSATED. */
+     overlap it. This holds on the CPU, for gradients of the accumulator's dtype; all others, and
+     all gradients on a device or over ranks, are read as under GA_GRADIENTS_LIVE or before the call
+     returns. GA_ERROR_UNSUPPORTED with GA_NONFINITE_DROP_MICRO, GA_CLIP_WHEN_MICRO,
+     ga_param_options.rows, and 16-bit accumulators of GA_ACCUMULATE_COMPENSATED. */
   GA_GRADIENTS_LENT = 2
 };
 
