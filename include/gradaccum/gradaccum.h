@@ -283,7 +283,7 @@ typedef struct ga_optimizer {
   int32_t decoupled;          /* 0 or 1: NADAM, RADAM, ADOPT: decoupled weight decay */
   int32_t always_adapt;       /* 0 or 1: LAMB, LARS: adapt also without weight decay */
   int32_t reserved;           /* 0 */
-  double beta3;               /* ADEMAMIX: of the slow moving average; [0, 1) */
+  double beta3;               /* ADEMAMIX: decay of the slow moving average; [0, 1) */
   double alpha;               /* ADEMAMIX: weight of the slow moving average; >= 0 */
   int64_t alpha_warmup;       /* ADEMAMIX: steps until alpha has grown from 0; >= 0 */
   int64_t beta3_warmup;       /* ADEMAMIX: steps until beta3 has grown from beta1; >= 0 */
@@ -819,7 +819,7 @@ GA_API ga_status ga_micro_abort(ga_context* ctx);
      set options or read or save state are GA_ERROR_INVALID_STATE, and after GA_ERROR_FAULT the
      context cannot be used any more.
    - Else ga_step decides. The update reads parameter and state, and writes a second set of these
-     arrays (ga_memory.eager), which ga_step takes, forgets if it skips the window, or writes anew if
+     arrays (ga_memory.eager), which ga_step takes, drops if it skips the window, or writes again if
      it clips by the norm or options have changed (ga_step_result.eager_redone). Gradients that live
      must do so until ga_step.
    Several threads may then be in ga_accumulate_part and ga_params_ready at once, for different
@@ -830,8 +830,8 @@ GA_API ga_status ga_micro_abort(ga_context* ctx);
 
    GA_ERROR_INVALID_STATE: the window is invalid, the accumulator of one of the parameters is
    acquired, or another thread adds to one of them.
-   GA_ERROR_FAULT: an update in place stopped half-way (any other, ga_step makes anew); or
-   on_param_done threw an exception. */
+   GA_ERROR_FAULT: an update in place stopped half-way (ga_step repeats any other); or on_param_done
+   threw an exception. */
 GA_API ga_status ga_params_ready(ga_context* ctx, const ga_param* params, size_t count);
 
 /* ---- Gradients that are kept ----------------------------------------------------------------- */
@@ -1277,9 +1277,9 @@ GA_API ga_status ga_param_slot(const ga_context* ctx, ga_param param, size_t* ou
 GA_API ga_status ga_param_bind(ga_context* ctx, ga_param param, void* data);
 
 /* Tells that the program has written a parameter that has master weights: the next contribution
-   takes them from it anew, all of them. Before the first contribution, which makes the master
-   weights, for parameters without them, and under ga_param_options.follow_data, which sees what was
-   written, nothing needs to be told. Between windows. */
+   sets all of them from it again. Before the first contribution, which makes the master weights,
+   for parameters without them, and under ga_param_options.follow_data, which sees what was written,
+   nothing needs to be told. Between windows. */
 GA_API ga_status ga_param_changed(ga_context* ctx, ga_param param);
 
 /* frozen 1: freezes a parameter: it is not updated, and its gradients, which may be NULL, are not
