@@ -30,7 +30,7 @@
  *   }
  *   ga_context_destroy(ctx);
  *
- * The library is for Linux with glibc, on x86-64, AArch64 and 32-bit ARM.
+ * docs/install.md lists the systems that the library is built for.
  *
  * THE PROMISE. N micro-batches give what one batch of all their samples would have given, to
  * rounding.
