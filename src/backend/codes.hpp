@@ -38,7 +38,7 @@ struct Single {
   using Int = int32_t;
   GA_HD static Word bits(Float x) { return bits_of(x); }
   GA_HD static Float floats(Word u) { return float_of(u); }
-  // Any number where x is none of an Int.
+  // Without its fraction. Any number, if x is out of the range of Int.
   GA_HD static Int truncated(Float x) { return static_cast<Int>(x < 0x1p31f ? x : 0); }
   template <class T>
   GA_HD static T pick(bool first, T a, T b) {

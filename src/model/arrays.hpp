@@ -80,7 +80,7 @@ class ParamArrays {
     if (p.shard.count == 0) return {0, 0};
     return part_of(each_of(p, kind, count), p.shard);
   }
-  // Those that a rank with that share of the parameter has.
+  // The elements of such an array that belong to a share of the parameter.
   static Range part_of(int64_t each, const Range& shard) {
     return {shard.first / each, (shard.count + each - 1) / each};
   }

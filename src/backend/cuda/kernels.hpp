@@ -94,7 +94,7 @@ bool is_mixed(const UpdateTask& task);
 template <class T>
 void measure(const Queue& queue, const UpdateTask* tasks, const ListPart& list,
              const ScalarTables& tables);
-// The same for parameters whose state is in 8 bits, as far as the pass works on it.
+// The same for parameters with state in 8 bits that the pass reads or writes.
 void update_coded(const Queue& queue, const UpdateTask* tasks, const ListPart& list);
 void measure_coded(const Queue& queue, const UpdateTask* tasks, const ListPart& list,
                    const ScalarTables& tables);
