@@ -62,7 +62,8 @@ inline const std::vector<Whole> kModel = {
     {"middle", {3, 8, 5}, Cut::kAxis1},       {"grid", {70, 90}, Cut::kGrid},
     {"long", {70001}, Cut::kAxis0},           {"few", {2, 3}, Cut::kAxis0},
     {"owned", {9, 4}, Cut::kOwned},           {"copied", {33}, Cut::kCopied},
-    {"half", {129, 7}, Cut::kAxis1, GA_BF16}, {"scalar", {}, Cut::kCopied}};
+    {"half", {129, 7}, Cut::kAxis1, GA_BF16}, {"scalar", {}, Cut::kCopied},
+    {"embedding", {90, 128}, Cut::kAxis0},    {"kernel", {41, 8, 3, 8}, Cut::kAxis0, GA_BF16}};
 
 // Element by element, what of the whole a box has.
 inline void each_element(const Whole& w, const Box& box,

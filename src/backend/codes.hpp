@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// State in 8 bits (GA_STATE_8BIT): blocks of 256 elements, each with a scale s, its largest magnitude, and
-// codes of magnitudes in [0, 1] as shares of s.
+// State in 8 bits (GA_STATE_8BIT): blocks of 256 elements, or of a power of two that divides a row, each with a scale s,
+// its largest magnitude, and codes of magnitudes in [0, 1] as shares of s.
 //
 // A code is the upper bits of a float: code c > 0 stands for the float whose bits are (c + before) << 20,
 // eight steps to an octave, and the largest for 1. Code 0 stands for 0. Numbers that are never negative have
@@ -22,11 +22,18 @@
 
 namespace ga {
 
-constexpr int64_t kCodeBlock = 256;
+constexpr int32_t kCodeBlock = 256;  // elements of the largest block
+constexpr int32_t kLeastBlock = 16;
 constexpr int64_t kMostSmall = 4096;  // elements; a parameter with so many keeps state of f32
 
-GA_HD constexpr int64_t block_count(int64_t elements) {
-  return (elements + kCodeBlock - 1) / kCodeBlock;
+GA_HD constexpr int64_t block_count(int64_t elements, int64_t block) {
+  return (elements + block - 1) / block;
+}
+
+// Of blocks no one of which lies in two rows of so many elements; 0: rows cannot be cut into any.
+constexpr int32_t block_of_rows(int64_t columns) {
+  const int64_t block = columns & -columns;
+  return block < kLeastBlock ? 0 : block < kCodeBlock ? static_cast<int32_t>(block) : kCodeBlock;
 }
 
 constexpr uint32_t kCodeCut = 20;  // bits of a float below those of a code

@@ -266,8 +266,9 @@ struct FactorTask {
 // Where an update writes that leaves what it reads as it is: arrays of the same formats. Those of f32 and f64
 // lie at multiples of 64 bytes.
 struct Targets {
-  Array param, state[kStateArrays], copy, average;
-  Array emitted;  // of a first pass, of the compute type; may be that of param
+  Array param, state[kMaxSlots], copy, average;
+  float* scales[kMaxSlots];  // of states of codes
+  Array emitted;             // of a first pass, of the compute type; may be that of param
   bool stream;    // stores bypass the caches
 };
 
@@ -284,13 +285,16 @@ struct UpdateTask {
   // holds whether or not the update is taken back: param then rounds to what the program has written.
   bool follows;
   Array param;
-  Array state[kStateArrays];
+  Array state[kMaxSlots];
+  float* scales[kMaxSlots];  // of states of codes, one for each code_block elements
   Array copy;          // the 16-bit parameter, if param is the master weights; data NULL: none
   Array average;       // EMA: average + average_gain (param - average); data NULL: none
   Array delivered;     // target of the gradient under kDeliver
-  int64_t first;       // index of the first element in the gradient and in the random bits
+  int64_t first;       // index of the first element in the gradient
+  int64_t drawn;       // index of the first element in the random bits
   const RowSet* rows;  // under kUpdateRows
   int64_t columns;
+  int32_t code_block;  // a power of two
   const FactorTask* row_state;  // of an Op with state by rows, where the kernels read it; else NULL
   Partial* partials;            // measure: sum_squares of x[0], second_squares of x[1]
   int64_t cut;    // measure: after so many elements chunks begin anew; 0: nowhere, as on a device

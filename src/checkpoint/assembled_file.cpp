@@ -21,6 +21,14 @@ bool ends_with(std::string_view text, std::string_view end) {
   return text.size() >= end.size() && text.substr(text.size() - end.size()) == end;
 }
 
+// How many elements of a part have one of a tensor of it: blocks of state in 8 bits have a scale each, which lies in the
+// part as its first element does. 0: they are of different kinds.
+int64_t elements_for_each(const safetensors::Tensor& t, const OwnPart& part) {
+  if (t.shape == part.shape) return 1;
+  if (!ends_with(t.name, "_scale") || t.shape.size() != 1 || t.shape[0] == 0) return 0;
+  return part.count() % t.shape[0] == 0 ? part.count() / t.shape[0] : 0;
+}
+
 }  // namespace
 
 AssembledFile::AssembledFile(const OwnParts& here, std::vector<Source> sources,
@@ -80,12 +88,16 @@ void AssembledFile::add_param(const std::string& name, const OwnPart& part) {
     const safetensors::Tensor& t = file.tensors()[at->second];
     if ((t.name != name && !is_state_of(t.name, name)) || ends_with(t.name, ".grad_accum.partials"))
       continue;
-    if (t.shape != like.part->shape || ends_with(t.name, ".grad_accum.window")) {
+    const int64_t each = elements_for_each(t, *like.part);
+    if (each == 0 || part.count() % each != 0 || ends_with(t.name, ".grad_accum.window")) {
       add(t.name, t.dtype, t.shape, {nullptr, {{like.source, at->second, nullptr}}, {}});
       continue;
     }
     if (part.count() == 0 && t.name != name) continue;  // no elements, no arrays
-    Made made = {&part, {}, {}};
+    const auto shape_in = [&](const OwnPart& of) {
+      return each == 1 ? of.shape : std::vector<int64_t>{of.count() / each};
+    };
+    Made made = {&part, {}, {}, each};
     for (const Has& h : all) {
       if (!h.part->overlaps(part)) continue;
       const auto found = names_[h.source].find(t.name);
@@ -94,11 +106,11 @@ void AssembledFile::add_param(const std::string& name, const OwnPart& part) {
              t.name.c_str());
       made.places.push_back({h.source, found->second, h.part});
       const safetensors::Tensor& other = tensor_of(made.places.back());
-      if (other.dtype != t.dtype || other.shape != h.part->shape)
+      if (other.dtype != t.dtype || other.shape != shape_in(*h.part))
         fail(GA_ERROR_FORMAT, "\"%.200s\" is %s %s in the file of one rank, but %s of another",
              t.name.c_str(), other.dtype.c_str(), text_of(other.shape).c_str(), t.dtype.c_str());
     }
-    add(t.name, t.dtype, part.shape, std::move(made));
+    add(t.name, t.dtype, shape_in(part), std::move(made));
   }
 }
 
@@ -208,7 +220,9 @@ void AssembledFile::list_runs(size_t tensor) {
   listed_ = tensor;
   const Made& made = made_[tensor];
   const safetensors::Tensor& t = header_.tensors[tensor];
-  const int64_t size = safetensors::element_size(t.dtype);
+  const auto bytes_of = [&](int64_t elements) {
+    return elements / made.each * safetensors::element_size(t.dtype);
+  };
   for (const Place& place : made.places) {
     const int64_t begin = sources_[place.source].file->data_begin() + tensor_of(place).begin;
     if (!place.part) {
@@ -225,7 +239,7 @@ void AssembledFile::list_runs(size_t tensor) {
     // Behind this axis, both have all of what the other has, so that a run goes on.
     size_t axis = axes == 0 ? 0 : axes - 1;
     while (axis > 0 && extent[axis] == to.shape[axis] && extent[axis] == from.shape[axis]) --axis;
-    int64_t length = size;
+    int64_t length = 1;
     for (size_t a = axis; a < axes; ++a) length *= extent[a];
     int64_t count = 1;
     for (size_t a = 0; a < axis; ++a) count *= extent[a];
@@ -234,10 +248,10 @@ void AssembledFile::list_runs(size_t tensor) {
       int64_t offset = 0;
       for (size_t a = 0; a < axes; ++a)
         offset = offset * part.shape[a] + first[a] - part.first[a] + at[a];
-      return offset * size;
+      return bytes_of(offset);
     };
     for (int64_t k = 0; k < count; ++k) {
-      runs_.push_back({offset_in(to), length, place.source, begin + offset_in(from)});
+      runs_.push_back({offset_in(to), bytes_of(length), place.source, begin + offset_in(from)});
       for (size_t a = axis; a-- > 0;) {
         if (++at[a] < extent[a]) break;
         at[a] = 0;

@@ -56,6 +56,7 @@ class AssembledFile {
     const OwnPart* part;  // the one that it is of
     std::vector<Place> places;
     std::vector<double> numbers;  // or the bytes themselves
+    int64_t each = 1;             // so many elements of the part, side by side, have one of the tensor
   };
   // Bytes that lie side by side in both files.
   struct Run {

@@ -62,7 +62,7 @@ Fields Checkpoint::param_settings(size_t i, bool with_key) const {
   f.add("lr_scale", t.lr_scale);
   f.add("weight_decay_scale", t.weight_decay_scale);
   f.add("frozen", p.frozen);
-  if (with_key && is_stochastic(i)) f.add("index", t.key);
+  if (with_key && is_stochastic(i) && t.key < kLeastNameKey) f.add("index", t.key);
   return f;
 }
 
@@ -219,7 +219,7 @@ void Checkpoint::compare_settings() const {
 // was added and removed before it was saved. One of which the file has none gets another if its own is given
 // away.
 void Checkpoint::read_keys() {
-  constexpr int64_t kLargest = 1 << 30;  // with room for parameters to come
+  constexpr int64_t kLargest = kLeastNameKey - (1 << 20);  // with room for parameters to come
   const ParamList& params = model_.params;
   keys_.clear();
   next_key_ = params.next_key();
@@ -234,7 +234,7 @@ void Checkpoint::read_keys() {
   std::vector<char> is_known(params.size());
   for (size_t i = 0; i < params.size(); ++i) {
     keys_.push_back(params.tensor(i).key);
-    if (params.tensor(i).removed || !is_stochastic(i)) continue;
+    if (params.tensor(i).removed || keys_[i] >= kLeastNameKey || !is_stochastic(i)) continue;
     const std::string* const text = file_->find("parameter." + std::string(params.name(i)));
     if (!text) continue;
     const Fields f(*text, params.name(i));

@@ -18,32 +18,42 @@ constexpr int kStep = -1, kNumber = -2;  // kNumber - k: number k
 
 namespace {
 
-// Calls f(block, first, end) for the elements of each block.
-template <class F>
-void each_block(size_t count, F&& f) {
-  constexpr size_t kSize = kCodeBlock;
-  for (size_t first = 0; first < count; first += kSize)
-    f(first / kSize, first, std::min(first + kSize, count));
-}
+// Codes, whose scales are of `block` elements.
+struct Coded {
+  Coded(int64_t count, int64_t block)
+      : block(static_cast<size_t>(block)),
+        codes(static_cast<size_t>(count)),
+        scales(static_cast<size_t>(block_count(count, block))) {}
+
+  // Calls f(scale, first, end) for the elements of each block.
+  template <class F>
+  void each_block(F&& f) {
+    for (size_t first = 0; first < codes.size(); first += block)
+      f(scales[first / block], first, std::min(first + block, codes.size()));
+  }
+
+  const size_t block;
+  std::vector<uint8_t> codes;
+  std::vector<float> scales;
+};
 
 template <bool kSigned>
-void read_numbers(const std::vector<uint8_t>& codes, const std::vector<float>& scales,
-                  float* numbers) {
-  each_block(codes.size(), [&](size_t block, size_t first, size_t end) {
-    for (size_t i = first; i < end; ++i) numbers[i] = Codes<kSigned>::read(codes[i], scales[block]);
+void read_numbers(Coded& s, float* numbers) {
+  s.each_block([&](float scale, size_t first, size_t end) {
+    for (size_t i = first; i < end; ++i) numbers[i] = Codes<kSigned>::read(s.codes[i], scale);
   });
 }
 
 template <bool kSigned>
-void write_numbers(const float* numbers, std::vector<uint8_t>& codes, std::vector<float>& scales) {
-  each_block(codes.size(), [&](size_t block, size_t first, size_t end) {
+void write_numbers(const float* numbers, Coded& s) {
+  s.each_block([&](float& scale, size_t first, size_t end) {
     float largest = 0;
     for (size_t i = first; i < end; ++i) largest = larger(largest, absolute(numbers[i]));
-    const float scale = scales[block] = scale_of_block(largest);
+    scale = scale_of_block(largest);
     if (scale == 0) return;
     const float per_scale = inverse_of(scale);
     for (size_t i = first; i < end; ++i)
-      codes[i] = static_cast<uint8_t>(Codes<kSigned>::write(numbers[i], per_scale));
+      s.codes[i] = static_cast<uint8_t>(Codes<kSigned>::write(numbers[i], per_scale));
   });
 }
 
@@ -52,8 +62,8 @@ std::string text_of(const char* name, int32_t dtype) {
   return std::string(name) + ", " + dtype_info(dtype).name;
 }
 
-StateArray scales_of(const StateArray& s) {
-  return {scale_name(s.name), GA_F32, block_count(s.count), s.kind + kMaxSlots};
+StateArray scales_of(const StateArray& s, int64_t count) {
+  return {scale_name(s.name), GA_F32, count, s.kind + kMaxSlots};
 }
 
 }  // namespace
@@ -175,23 +185,19 @@ void NamedState::write_own(ga_param id, const StateArray& s, const void* data) {
 
 // The numbers of a slot of codes, and the codes nearest to numbers.
 void NamedState::read_codes(ga_param id, const StateArray& s, float* out) {
-  const StateArray scales = scales_of(s);
-  std::vector<uint8_t> codes(static_cast<size_t>(s.count));
-  std::vector<float> of_blocks(static_cast<size_t>(scales.count));
-  read_whole(id, s, codes.data());
-  read_whole(id, scales, of_blocks.data());
+  Coded coded(s.count, model_.params[id].code_block);
+  read_whole(id, s, coded.codes.data());
+  read_whole(id, scales_of(s, static_cast<int64_t>(coded.scales.size())), coded.scales.data());
   const auto read = is_signed(id, s) ? read_numbers<true> : read_numbers<false>;
-  read(codes, of_blocks, out);
+  read(coded, out);
 }
 
 void NamedState::write_codes(ga_param id, const StateArray& s, const float* data) {
-  const StateArray scales = scales_of(s);
-  std::vector<uint8_t> codes(static_cast<size_t>(s.count));
-  std::vector<float> of_blocks(static_cast<size_t>(scales.count));
+  Coded coded(s.count, model_.params[id].code_block);
   const auto write = is_signed(id, s) ? write_numbers<true> : write_numbers<false>;
-  write(data, codes, of_blocks);
-  write_own(id, s, codes.data());
-  write_own(id, scales, of_blocks.data());
+  write(data, coded);
+  write_own(id, s, coded.codes.data());
+  write_own(id, scales_of(s, static_cast<int64_t>(coded.scales.size())), coded.scales.data());
 }
 
 void NamedState::get(ga_param id, const char* name, void* out, int32_t dtype, int64_t count) {

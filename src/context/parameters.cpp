@@ -128,9 +128,6 @@ void Parameters::check_options(const NewParam& e, int32_t dtype, int64_t element
     refuse(f64 ? "accumulator_dtype was not f64, but its dtype is f64"
                : "accumulator_dtype was f64, which is for f64 parameters");
   model_.ranks->check_options(of, o);
-  const int op = g.op[e.rank >= 2 ? 1 : 0];
-  const bool is_coded = g.optimizer.state_dtype == GA_STATE_8BIT && elements > kMostSmall &&
-                        op >= 0 && has_codes(op_info(op).codes);
   if (f64 && g.optimizer.state_dtype != 0)
     refuse("its dtype is f64, but its group has a state_dtype");
   if (f64 && model_.options.ema && model_.options.ema->dtype == GA_BF16)
@@ -184,12 +181,15 @@ void Parameters::check_options(const NewParam& e, int32_t dtype, int64_t element
             "rows was GA_ROWS_LAZY, but its group's optimizer, %s%s, moves every element in every "
             "step",
             info.name, g.optimizer.dampening != 0 ? " with dampening" : "");
+  const int op = g.op[e.rank >= 2 ? 1 : 0];
   const int64_t columns = e.shape && e.shape[0] > 0 ? elements / e.shape[0] : 0;
-  if (o.rows == GA_ROWS_LAZY && is_coded && columns % kCodeBlock != 0)
+  if (o.rows == GA_ROWS_LAZY && g.optimizer.state_dtype == GA_STATE_8BIT &&
+      elements > kMostSmall && op >= 0 && has_codes(op_info(op).codes) &&
+      block_of_rows(columns) == 0)
     of.fail(GA_ERROR_UNSUPPORTED,
-            "rows was GA_ROWS_LAZY and its group's state is GA_STATE_8BIT, whose blocks of %lld "
-            "elements may not lie in two rows, but a row has %lld elements",
-            ll(kCodeBlock), ll(columns));
+            "rows was GA_ROWS_LAZY and its group's state is GA_STATE_8BIT, whose blocks do not lie "
+            "in two rows, so that a row has a multiple of %d elements, but it has %lld",
+            kLeastBlock, ll(columns));
   if (e.shape && e.shape[0] > static_cast<int64_t>(UINT32_MAX))
     refuse("rows was set, but it has more than 2^32 - 1 rows");
 }
@@ -310,8 +310,17 @@ void Parameters::set_part(ga_param id, const int64_t* whole, const int64_t* firs
     part.whole.assign(whole, whole + rank);
     part.first.assign(first, first + rank);
   }
-  t.part = std::move(part);
+  const Param& p = model_.params[id];
+  Param as_part = p;
+  as_part.code_block = ParamList::code_block_of(t, part);
+  if (p.owns && p.code_block != as_part.code_block &&
+      (model_.params.is_coded(p) || model_.params.is_coded(as_part)))
+    of.fail(GA_ERROR_INVALID_STATE,
+            "its optimizer has GA_STATE_8BIT and it has state already, which has other blocks in "
+            "such a part; the part is to be set before the first window");
+  model_.params.set_part(id, std::move(part));
   stages_.writer.settings_changed(true);
+  if (is_prepared(id)) stages_.writer.describe(static_cast<size_t>(id));
 }
 
 void Parameters::remove(ga_param id) {

@@ -26,6 +26,12 @@ inline DtypeInfo dtype_info(int32_t dtype) {
   return table[dtype >= GA_F32 && dtype <= GA_U8 ? dtype : 0];
 }
 
+inline int64_t count_of(const std::vector<int64_t>& shape) {
+  int64_t count = 1;
+  for (const int64_t extent : shape) count *= extent;
+  return count;
+}
+
 inline std::string text_of(const std::vector<int64_t>& shape) {
   std::string text = "[";
   for (const int64_t extent : shape) text += (text.size() > 1 ? ", " : "") + std::to_string(extent);

@@ -104,7 +104,8 @@ OwnedArrays ParamArrays::of(size_t i, const Range& shard) const {
       }
       const float scale = scale_of_block(saturated(static_cast<float>(initial)));
       numbers(kState + k, name, GA_U8, shard.count, scale == 0 ? 0 : Codes<false>::kTop);
-      numbers(kScales + k, scale_name(name), GA_F32, block_count(shard.count), scale);
+      numbers(kScales + k, scale_name(name), GA_F32,
+              block_count(shard.count, p.code_block), scale);
     }
     if (op_info(op).output_state)
       numbers(kState + op_info(op).slots, op_info(op).slot_names.of[op_info(op).slots], GA_F32,
@@ -133,10 +134,6 @@ Array ParamArrays::state_of(const Param& p, int slot) const {
   if (code == Code::kPositive) return {p.state[slot], kPositiveCodes};
   const bool bf16 = params_.group_of(p).optimizer.state_dtype == GA_BF16;
   return {p.state[slot], p.f64 ? GA_F64 : bf16 ? GA_BF16 : GA_F32};
-}
-
-Array ParamArrays::scales_of(const Param& p, int slot) {
-  return {p.state[kMaxSlots + slot], GA_F32};
 }
 
 Array ParamArrays::average_of(const Param& p) const {

@@ -72,7 +72,7 @@ class ParamArrays {
   // For how many elements of the parameter an array of state of that kind has one, if it has `count` for all: for
   // each, for a row, or for a block.
   static int64_t each_of(const Param& p, int kind, int64_t count) {
-    return is_scales(kind) ? kCodeBlock : p.count / count;
+    return is_scales(kind) ? p.code_block : p.count / count;
   }
   // The elements of such an array that this rank has.
   static Range part_of(const Param& p, int kind, int64_t count) {
@@ -87,7 +87,9 @@ class ParamArrays {
   bool is_compensated(const Param& p) const;  // whether its accumulator is a pair
   static bool is_scales(int kind) { return kind >= kScales && kind < kMaster; }
   Array state_of(const Param& p, int slot) const;
-  static Array scales_of(const Param& p, int slot);  // of a slot of codes
+  static float* scales_of(const Param& p, int slot) {  // of a slot of codes
+    return static_cast<float*>(p.state[kMaxSlots + slot]);
+  }
   Array average_of(const Param& p) const;
   static void* data(const Param& p, int kind) {  // kState to kAverage
     return kind == kMaster ? p.master : kind == kAverage ? p.average : p.state[kind - kState];

@@ -10,12 +10,6 @@
 
 namespace ga {
 
-int64_t count_of(const std::vector<int64_t>& shape) {
-  int64_t count = 1;
-  for (const int64_t extent : shape) count *= extent;
-  return count;
-}
-
 int64_t OwnPart::count() const { return count_of(shape); }
 
 bool OwnPart::overlaps(const OwnPart& other) const {

@@ -50,6 +50,4 @@ struct OwnParts {
   bool has_parts_of(const OwnParts& other) const;
 };
 
-int64_t count_of(const std::vector<int64_t>& shape);
-
 }  // namespace ga

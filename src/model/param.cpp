@@ -3,14 +3,29 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <numeric>
 
 #include "backend/codes.hpp"
 #include "core/tensor.hpp"
 #include "files/names.hpp"
+#include "files/state_file.hpp"
 
 namespace ga {
 namespace {
+
+// The last axis of a part that is not whole, and the elements of one index of it; -1: all are.
+struct LastCut {
+  LastCut(const std::vector<int64_t>& whole, const std::vector<int64_t>& shape) {
+    for (axis = static_cast<int>(whole.size()) - 1; axis >= 0; --axis) {
+      const auto a = static_cast<size_t>(axis);
+      if (shape[a] != whole[a]) return;
+      inner *= whole[a];
+    }
+  }
+  int axis = -1;
+  int64_t inner = 1;
+};
 
 // Makes room for more elements, by doubling: else each of many calls would move all elements.
 template <class T>
@@ -31,6 +46,25 @@ uint32_t agc_axes(int32_t units, const std::vector<int64_t>& shape) {
 }
 
 }  // namespace
+
+bool Part::has_whole(int64_t block, const std::vector<int64_t>& shape) const {
+  if (!is_cut(shape)) return true;
+  const LastCut cut(whole, shape);
+  const auto a = static_cast<size_t>(cut.axis);
+  const auto fits = [&](int64_t indices) { return indices * cut.inner % block == 0; };
+  return fits(first[a]) && fits(shape[a]) && (a == 0 || fits(whole[a]));
+}
+
+int64_t Part::offset(const std::vector<int64_t>& shape) const {
+  if (!is_cut(shape)) return 0;
+  const LastCut cut(whole, shape);
+  int64_t offset = 0;
+  for (size_t a = 0; a < shape.size(); ++a) {
+    if (static_cast<int>(a) < cut.axis && shape[a] > 1) return 0;
+    offset = offset * whole[a] + first[a];
+  }
+  return offset;
+}
 
 void check_clip(const ga_clip& c, const ga_config& config) {
   check_choice("clip: scope", c.scope, GA_CLIP_AGC, "ga_clip_scope");
@@ -171,6 +205,7 @@ ga_param ParamList::add(const NewParam& e, void* data, int32_t dtype, int64_t co
       static_cast<unsigned char>(options.gradient_dtype ? options.gradient_dtype : dtype);
   p.accumulator_dtype = static_cast<unsigned char>(
       options.accumulator_dtype ? options.accumulator_dtype : (p.f64 ? GA_F64 : GA_F32));
+  p.code_block = code_block_of(tensors_.back(), {});
   params_.push_back(p);
   return static_cast<ga_param>(size()) - 1;
 }
@@ -195,9 +230,30 @@ void ParamList::remove(ga_param id) {
   p.delivered = false;
 }
 
+void ParamList::set_part(Which w, Part part) {
+  Tensor& t = tensor(w);
+  (*this)[w].code_block = code_block_of(t, part);
+  if (!part.whole.empty()) {
+    Checksum sum;
+    sum.add(t.name, std::strlen(t.name));
+    t.key = kLeastNameKey | static_cast<int32_t>(sum.value() % kLeastNameKey);
+  }
+  t.part = std::move(part);
+}
+
+// Small parameters have state of f32, and so have parts whose rows are of no whole blocks.
+int16_t ParamList::code_block_of(const Tensor& t, const Part& part) {
+  const std::vector<int64_t>& whole = part.whole.empty() ? t.shape : part.whole;
+  const int64_t count = count_of(whole);
+  const bool by_rows = !part.whole.empty() || t.options.rows == GA_ROWS_LAZY;
+  int32_t block = 0;
+  if (count > kMostSmall) block = by_rows ? block_of_rows(count / whole[0]) : kCodeBlock;
+  return static_cast<int16_t>(block);
+}
+
 Code ParamList::code_of(const Param& p, int slot, const Rules& by) {
   const int op = by.op_of(p);
-  if (op < 0 || by.group_of(p).optimizer.state_dtype != GA_STATE_8BIT || p.count <= kMostSmall)
+  if (op < 0 || by.group_of(p).optimizer.state_dtype != GA_STATE_8BIT || p.code_block == 0)
     return Code::kNone;
   return op_info(op).codes.of[slot];
 }
@@ -233,7 +289,7 @@ Keeper ParamList::keeper(Which w, const Rules& by) const {
 
 int64_t ParamList::grain(Which w, const Rules& by) const {
   const int64_t grain = grain_of_updates(w, by);
-  return is_coded((*this)[w], by) ? std::lcm(grain, kCodeBlock) : grain;
+  return is_coded((*this)[w], by) ? std::lcm(grain, int64_t{(*this)[w].code_block}) : grain;
 }
 
 int64_t ParamList::grain_of_updates(Which w, const Rules& by) const {

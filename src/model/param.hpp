@@ -93,6 +93,9 @@ struct ParamContributions {
   bool pending = false;     // one is in the list of tasks
 };
 
+// The arrays of state: those of the slots and, behind them, the scales of the slots that are codes.
+constexpr int kStateArrays = 2 * kMaxSlots;
+
 // What the passes need of a parameter. A plain contribution needs the first cache line alone.
 struct alignas(64) Param {
   void* accumulator = nullptr;
@@ -124,6 +127,7 @@ struct alignas(64) Param {
   double held_weight = 0;  // GA_ACCUMULATE_RUNNING_MEAN: sum of the weights in the mean
   ParamContributions contributions;
   ga_group group;
+  int16_t code_block = 0;  // elements of a block of state in 8 bits (codes.hpp); 0: it is f32
   bool matrix = false;     // rank >= 2
   bool delivered = false;  // the accumulator holds the last step's gradient, for the program
   bool pair = false;       // the accumulator consists of two 16-bit arrays
@@ -202,7 +206,14 @@ struct Part {
       first;           // its shape, and where this part begins; empty: this is the whole
   int32_t copies = 1;  // ranks that have the same part
   bool is_cut(const std::vector<int64_t>& shape) const { return !whole.empty() && whole != shape; }
+  // Whether runs of `block` elements of a row of the whole, counted from its start, are in the part whole or not at all.
+  bool has_whole(int64_t block, const std::vector<int64_t>& shape) const;
+  // The place of its first element in the whole, where the elements of the part lie side by side there; else 0.
+  int64_t offset(const std::vector<int64_t>& shape) const;
 };
+
+// Keys of random bits that are given in turn are less.
+constexpr int32_t kLeastNameKey = 1 << 30;
 
 // What few passes need of a parameter.
 struct Tensor {
@@ -214,7 +225,8 @@ struct Tensor {
   double lr_scale = 1, weight_decay_scale = 1;
   Part part;
   bool removed = false;
-  int32_t key = 0;        // its number in the keys of random bits, which no other has or had
+  int32_t key = 0;        // its number in the keys of random bits, which no other has or had; of a part, which the
+                          // ranks do not add in one order, from kLeastNameKey on and made of its name
   size_t made_by = 0;     // of the calls that made arrays, the one that made its own
   void* low = nullptr;    // of a compensated accumulator
   RowSet* set = nullptr;  // with ga_param_options.rows
@@ -278,6 +290,8 @@ class ParamList {
   Rules rules() const { return {groups, clip}; }
   const Group& group_of(const Param& p) const { return rules().group_of(p); }
   int op_of(const Param& p) const { return rules().op_of(p); }
+  void set_part(Which w, Part part);
+  static int16_t code_block_of(const Tensor& t, const Part& part);
   // How the state of a slot is kept in 8 bits.
   Code code_of(const Param& p, int slot) const { return code_of(p, slot, rules()); }
   // Whether some of its state is.

@@ -29,8 +29,13 @@ void ShadowArrays::each(size_t i, Targets& targets, F&& f) const {
   if (master && !writes_early(i)) place(targets.copy, p.dtype, p.shard.count);
   const OwnedArrays arrays = arrays_.of(i);
   for (const OwnedArray& a : arrays) {
-    if (a.kind >= kState && a.kind < kMaster)
+    if (a.kind >= kState && a.kind < kScales)
       place(targets.state[a.kind - kState], a.format, a.count);
+    if (ParamArrays::is_scales(a.kind)) {
+      Array scales = {};
+      place(scales, a.format, a.count);
+      targets.scales[a.kind - kScales] = static_cast<float*>(scales.data);
+    }
     if (a.kind == kAverage) place(targets.average, a.format, a.count);
   }
   if (op_info(params_.op_of(p)).emits && targets.param.format != GA_F32)
@@ -106,8 +111,11 @@ bool ShadowArrays::place(size_t i) {
 Array ShadowArrays::exchange(size_t i) {
   Param& p = params_[i];
   Targets& t = sets_[i].targets;
-  for (int k = 0; k < kStateArrays; ++k)
+  for (int k = 0; k < kMaxSlots; ++k) {
     if (t.state[k].data) std::swap(p.state[k], t.state[k].data);
+    void*& scales = p.state[kMaxSlots + k];
+    if (t.scales[k]) scales = std::exchange(t.scales[k], static_cast<float*>(scales));
+  }
   if (p.master) std::swap(p.master, t.param.data);
   if (t.average.data) std::swap(p.average, t.average.data);
   return !p.master ? t.param : writes_early(i) ? Array{nullptr, p.dtype} : t.copy;

@@ -172,6 +172,7 @@ void TableWriter::describe_update(size_t i) {
   UpdateTask& update = model_.tables.updates.edit(i);
   update.plan = model_.tables.plans.at(i);
   update.first = p.shard.first;
+  update.drawn = p.shard.first + t.part.offset(t.shape);
   update.count = p.shard.count;
   update.op = op;
   update.f64 = p.f64;
@@ -182,6 +183,7 @@ void TableWriter::describe_update(size_t i) {
   update.stochastic = t.options.rounding == GA_ROUND_STOCHASTIC;
   update.rows = t.options.rows == GA_ROWS_LAZY ? t.set : nullptr;
   update.columns = columns;
+  update.code_block = p.code_block;
   update.partials = p.partials;
 }
 
@@ -247,13 +249,14 @@ void TableWriter::set_arrays(size_t i) {
   } else if (op >= 0 && update.state[0].format != kOuter) {
     for (int k = 0; k < op_info(op).slots; ++k) {
       update.state[k] = model_.arrays.state_of(p, k);
-      update.state[kMaxSlots + k] = ParamArrays::scales_of(p, k);
+      update.scales[k] = ParamArrays::scales_of(p, k);
     }
   }
   if (model_.params.is_layered(p)) {
     UpdateTask& measure = model_.tables.measures.edit(i);
     measure.param = update.param;
-    std::copy_n(update.state, kStateArrays, measure.state);
+    std::copy_n(update.state, kMaxSlots, measure.state);
+    std::copy_n(update.scales, kMaxSlots, measure.scales);
   }
   if (!model_.params.tensor(i).units[Tensor::kClipUnits]) return;
   if (update.follows) {

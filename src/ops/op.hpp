@@ -112,8 +112,6 @@ struct Pass {
 };
 
 constexpr int kMaxSlots = 3;
-// The arrays of state: those of the slots and, behind them, the scales of the slots that are codes.
-constexpr int kStateArrays = 2 * kMaxSlots;
 
 // The names of the state slots in torch.optim, whatever the flavor, or in timm if torch lacks the
 // optimizer: the keys under which the state is saved. Null after the last name.

@@ -94,7 +94,11 @@ void OwnParameters::check_param(size_t i) const {
   if (scope == GA_CLIP_AGC) refuse("GA_CLIP_AGC", kNever);
   if (!t.part.is_cut(t.shape)) return;
   constexpr const char* kWhole = "needs whole parameters, and this is a part, under";
-  if (model_.params.is_coded(p)) refuse("GA_STATE_8BIT", kWhole);
+  if (model_.params.is_coded(p) && !t.part.has_whole(p.code_block, t.shape))
+    of.fail(GA_ERROR_UNSUPPORTED,
+            "its state is GA_STATE_8BIT, and its part of %s is cut within blocks of %d elements of "
+            "a row",
+            text_of(t.part.whole).c_str(), p.code_block);
   const int op = model_.params.op_of(p);
   if (op >= 0 && (op_info(op).norms > 0 || op_info(op).factored || op_info(op).row_state))
     refuse(("the optimizer " + std::string(model_.params.group_of(p).info->name)).c_str(), kWhole);

@@ -357,11 +357,11 @@ TEST_F(StateCodes, OfRows) {
                                       {GA_F32, options(GA_BF16)},
                                       {GA_BF16, with(GA_MASTER_F32, GA_ROUND_NEAREST)},
                                       {GA_BF16, with(GA_MASTER_NONE, GA_ROUND_STOCHASTIC)}};
-          const std::vector<Shape> shapes = {{50, 256}, {30, 768}, {3, 66048}};
+          const std::vector<Shape> shapes = {{50, 256}, {90, 96}, {3, 66048}, {400, 16}, {34, 384}};
           std::vector<ga_param> ids;
-          for (size_t i = 0; i < 6; ++i) {
+          for (size_t i = 0; i < 10; ++i) {
             Kind& k = tables[i % 4];
-            const Shape& shape = shapes[i % 3];
+            const Shape& shape = shapes[i % 5];
             k.options.rows = rows;
             k.options.follow_data = i == 2;
             ids.push_back(m.add(group, numbers(k.dtype, elements(shape), i), shape, k.options));
@@ -370,10 +370,14 @@ TEST_F(StateCodes, OfRows) {
           for (uint64_t w = 0; w < 3; ++w) {
             m.note("begin", ga_micro_begin(m, 0, 1.5, nullptr));
             for (size_t i = 0; i < ids.size(); ++i) {
-              const Shape& shape = shapes[i % 3];
+              const Shape& shape = shapes[i % 5];
               const Kind& k = tables[i % 4];
               const int32_t g = k.options.gradient_dtype ? k.options.gradient_dtype : k.dtype;
-              if ((i + w) % 4 == 3) continue;
+              if ((i + w) % 4 == 3) {
+                const Tensor all = numbers(g, elements(shape), 100 * w + i);
+                if (w == 1) m.note("all", ga_accumulate_part(m, ids[i], m.put(all)));
+                continue;
+              }
               const int64_t count = shape[0] < 10 ? 2 : 23;
               Tensor indices(GA_F32, count);  // of the size of int32_t
               for (int64_t j = 0; j < count; ++j) {
@@ -396,6 +400,33 @@ TEST_F(StateCodes, OfRows) {
         });
       }
     }
+  }
+}
+
+// Of parts of parameters, whose rows are blocks or several: updates and, of LAMB, first passes.
+TEST_F(StateCodes, OfParts) {
+  for (const NamedOptimizer& named : coded_optimizers()) {
+    const ga_optimizer& o = named.optimizer;
+    if (o.kind != GA_OPTIMIZER_ADAMW && o.kind != GA_OPTIMIZER_LAMB) continue;
+    SCOPED_TRACE(named.name);
+    expect_same(seeded(), [&](Machine& m) {
+      const ga_group group = m.group(o);
+      const std::vector<Shape> shapes = {{700, 16}, {90, 96}, {1100, 192}, {40, 7, 64}};
+      std::vector<ga_param> ids;
+      for (const Shape& shape : shapes) {
+        ids.push_back(m.add(group, numbers(GA_F32, elements(shape), ids.size()), shape));
+        const Shape first(shape.size());
+        ASSERT_OK(ga_param_set_part(m, ids.back(), shape.data(), first.data(), 1));
+      }
+      for (uint64_t w = 0; w < 3; ++w) {
+        std::vector<const void*> list;
+        for (size_t i = 0; i < ids.size(); ++i)
+          list.push_back(m.put(numbers(GA_F32, elements(shapes[i]), 100 * (w + 1) + i)));
+        m.accumulate(list, 1);
+        m.step(1e-12);
+      }
+      for (const ga_param id : ids) note_state(m, id);
+    });
   }
 }
 

@@ -669,35 +669,50 @@ TEST(State8, IsRefusedWhereStateCannotBe) {
   rows.rows = GA_ROWS_LAZY;
   EXPECT_EQ(ga_param_add(ctx, group, "p", p.data(), GA_F32, 2, shape, &rows, nullptr),
             GA_ERROR_UNSUPPORTED);
-  EXPECT_NE(std::string(ga_last_error()).find("a row has 100 elements"), std::string::npos)
+  EXPECT_NE(std::string(ga_last_error()).find("a multiple of 16 elements, but it has 100"), std::string::npos)
       << ga_last_error();
   // An optimizer without state has none that lies in two rows.
   const ga_group plain = ctx.group(coded(plain_sgd()));
   EXPECT_OK(ga_param_add(ctx, plain, "p", p.data(), GA_F32, 2, shape, &rows, nullptr));
 }
 
-// Rows of whole blocks are updated alone: the state of the others keeps its bits.
-TEST(State8, OfRows) {
-  const int64_t rows = 40, columns = 512;
-  Tensor p(GA_F32, rows * columns, 1);
+// Rows are updated alone, and have blocks of their own: the state of the others keeps its bits.
+class State8OfRows : public testing::TestWithParam<std::pair<int64_t, int64_t>> {};
+INSTANTIATE_TEST_SUITE_P(Columns, State8OfRows,
+                         testing::Values(std::pair(512, 256), std::pair(384, 128), std::pair(64, 64),
+                                         std::pair(96, 32), std::pair(48, 16)));
+TEST_P(State8OfRows, LeaveTheOthers) {
+  const auto [columns, block] = GetParam();
+  const int64_t rows = 100, n = rows * columns;
+  Tensor p(GA_F32, n, 1);
   ga_param_options options;
   EXPECT_OK(ga_param_options_init(&options, sizeof options));
   options.rows = GA_ROWS_LAZY;
   Context ctx;
   ctx.group(coded(optimizer(GA_OPTIMIZER_ADAM)));
   add(ctx, 0, p, {rows, columns}, options);
+  ASSERT_EQ(states(ctx, 0).at("exp_avg_sq_scale").count, n / block);
   Random random(2);
   std::vector<std::vector<uint8_t>> after;
+  std::map<int64_t, double> largest;  // by block
   for (const int64_t row : {int64_t{3}, int64_t{17}}) {
     std::vector<float> g(static_cast<size_t>(columns));
     for (float& x : g) x = static_cast<float>(random.signed_unit());
+    for (int64_t i = 0; i < columns; ++i) {
+      double& most = largest[(row * columns + i) / block];
+      most = std::max(most, of(of(1 - 0.999) * of(of(g[static_cast<size_t>(i)]) *
+                                                  of(g[static_cast<size_t>(i)]))));
+    }
     EXPECT_OK(ga_micro_begin(ctx, -1, 1, nullptr));
     EXPECT_OK(ga_accumulate_rows(ctx, 0, &row, GA_I64, 1, g.data()));
     EXPECT_OK(ga_micro_end(ctx));
     step(ctx);
-    after.push_back(codes(ctx, "exp_avg_sq", rows * columns));
+    after.push_back(codes(ctx, "exp_avg_sq", n));
   }
-  for (int64_t i = 0; i < rows * columns; ++i) {
+  const std::vector<float> s = numbers(ctx, "exp_avg_sq_scale", n / block);
+  for (int64_t b = 0; b < n / block; ++b)
+    EXPECT_EQ(s[static_cast<size_t>(b)], largest.count(b) ? largest[b] : 0) << b;
+  for (int64_t i = 0; i < n; ++i) {
     const auto k = static_cast<size_t>(i);
     const int64_t row = i / columns;
     ASSERT_EQ(after[1][k] != 0, row == 3 || row == 17) << i;

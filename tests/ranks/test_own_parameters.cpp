@@ -497,6 +497,50 @@ TEST(OwnParameters, WhatDoesNotGoTogether) {
   refused({}, "Adafactor", summing(), o);
 }
 
+// A part of rows of state in 8 bits has whole blocks, which are as long as the largest power of two that divides a row.
+TEST(OwnParameters, BlocksOfStateAreWhole) {
+  ga_optimizer coded = optimizer(GA_OPTIMIZER_ADAMW);
+  coded.state_dtype = GA_STATE_8BIT;
+  const auto join = [&](int64_t columns, int64_t cut, bool fits) {
+    on_ranks(2, [&](int32_t r, ga_comm* comm) {
+      Context ctx(summing());
+      ctx.group(coded);
+      const int64_t mine = r == 0 ? cut : columns - cut;
+      std::vector<float> p(static_cast<size_t>(40 * mine));
+      const ga_param id = ctx.param(0, "w", p.data(), ref::Shape{40, mine});
+      const int64_t whole[] = {40, columns}, first[] = {0, r * cut};
+      ASSERT_OK(ga_param_set_part(ctx, id, whole, first, 1));
+      const ga_comm_options options = own_parameters();
+      if (!fits)
+        return expect_failure(ga_context_set_comm(ctx, comm, &options), "within blocks of",
+                              GA_ERROR_UNSUPPORTED);
+      ASSERT_OK(ga_context_set_comm(ctx, comm, &options));
+      ga_state_info info;
+      ASSERT_OK(ga_state_info_init(&info, sizeof info));
+      ASSERT_OK(ga_state_describe(ctx, id, 0, &info));
+      EXPECT_EQ(info.dtype, columns % 16 == 0 ? GA_U8 : GA_F32) << columns;
+    });
+  };
+  join(512, 256, true);
+  join(512, 128, false);
+  join(512, 300, false);
+  join(192, 64, true);
+  join(192, 96, false);
+  join(300, 4, true);  // f32: its rows have no whole blocks
+
+  Context ctx(summing());
+  ctx.group(coded);
+  std::vector<float> p(40 * 192), g(40 * 192, 1.0f);
+  const ga_param id = ctx.param(0, "w", p.data(), ref::Shape{40, 192});
+  ctx.accumulate({g.data()}, 1);
+  step(ctx);
+  const int64_t whole[] = {40, 192}, first[] = {0, 0};
+  expect_failure(ga_param_set_part(ctx, id, whole, first, 1), "before the first window",
+                 GA_ERROR_INVALID_STATE);
+  ctx.accumulate({g.data()}, 1);
+  step(ctx);
+}
+
 // A change that only one rank has made, or an option of one, is named by the next step, and nothing is lost.
 TEST(OwnParameters, RanksThatDiffer) {
   on_ranks(3, [&](int32_t r, ga_comm* comm) {

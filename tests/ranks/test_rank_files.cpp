@@ -89,6 +89,93 @@ TEST(RankFiles, EveryKindOfState) {
   }
 }
 
+// Codes of state in 8 bits, whose blocks lie in rows, and which a step rounds stochastically.
+TEST(RankFiles, StateIn8Bits) {
+  const Folder folder;
+  const std::string path = folder / "run.ga";
+  for (const int32_t kind : {GA_OPTIMIZER_ADAMW, GA_OPTIMIZER_SGD}) {
+    Options o;
+    o.optimizer = optimizer(kind);
+    o.optimizer.momentum = 0.5;
+    o.optimizer.state_dtype = GA_STATE_8BIT;
+    const int64_t at = kMicros + 2, to = kWindows * kMicros;
+    Outcome want = train(o, 1, "", 0, to, "");
+    want.results.erase(want.results.begin());
+    for (const int32_t before : {1, 2, 4}) {
+      train(o, before, "", 0, at, path);
+      for (const int32_t after : {1, 2, 4}) {
+        SCOPED_TRACE(testing::Message() << kind << ' ' << before << " to " << after);
+        expect_same(train(o, after, path, at, to, ""), want);
+      }
+    }
+  }
+}
+
+// One parameter with state in 8 bits, of which each rank has a box. The state of all, as numbers.
+struct Boxes {
+  std::vector<int64_t> whole;
+  std::vector<Box> of_rank;
+};
+Tensor train_boxes(const Boxes& boxes, const std::string& load, const std::string& save) {
+  const Whole w = {"w", boxes.whole, Cut::kAxis0};
+  Tensor state(GA_F32, w.size());
+  std::mutex mutex;
+  on_ranks(static_cast<int32_t>(boxes.of_rank.size()), [&](int32_t r, ga_comm* comm) {
+    Context ctx(summing());
+    ga_optimizer o = optimizer(GA_OPTIMIZER_ADAMW);
+    o.state_dtype = GA_STATE_8BIT;
+    ctx.group(o);
+    const Box& box = boxes.of_rank[static_cast<size_t>(r)];
+    Tensor part(GA_F32, count_of(box.shape), 1);
+    ga_param id = -1;
+    ASSERT_OK(ga_param_add(ctx, 0, "w", part.data(), GA_F32, static_cast<int32_t>(box.shape.size()),
+                           box.shape.data(), nullptr, &id));
+    ASSERT_OK(ga_param_set_part(ctx, id, w.shape.data(), box.first.data(), 1));
+    ga_comm_options options = comm_options();
+    options.shard = GA_SHARD_PARAMETERS;
+    ASSERT_OK(ga_context_set_comm(ctx, comm, &options)) << ga_last_error();
+    if (load.empty()) {
+      const Tensor g = part_of(w, box, random_tensor(GA_F32, w.size(), 5));
+      ctx.accumulate({g.data()}, 1);
+      step(ctx);
+    } else {
+      ASSERT_OK(ga_load(ctx, load.c_str(), nullptr)) << ga_last_error();
+    }
+    if (!save.empty()) {
+      ASSERT_OK(ga_save(ctx, save.c_str(), nullptr)) << ga_last_error();
+    }
+    Tensor own(GA_F32, part.count());
+    ASSERT_OK(ga_state_get(ctx, id, "exp_avg", own.data(), GA_F32, own.count()));
+    const std::lock_guard<std::mutex> lock(mutex);
+    each_element(w, box, [&](int64_t k, int64_t at) { state.set(at, own.get(k)); });
+  });
+  return state;
+}
+
+// Codes and scales of parts are put together with the bits that they had.
+TEST(RankFiles, BoxesIn8Bits) {
+  const Folder folder;
+  const std::string path = folder / "run.ga";
+  const std::vector<int64_t> shape = {12, 6, 256};
+  const std::vector<Boxes> ways = {
+      {shape, {{{0, 0, 0}, shape}}},
+      {shape, {{{0, 0, 0}, {7, 6, 256}}, {{7, 0, 0}, {5, 6, 256}}}},
+      {shape, {{{0, 0, 0}, {12, 5, 256}}, {{0, 5, 0}, {12, 1, 256}}}},
+      {shape,
+       {{{0, 0, 0}, {4, 2, 256}},
+        {{0, 2, 0}, {4, 4, 256}},
+        {{4, 0, 0}, {8, 2, 256}},
+        {{4, 2, 0}, {8, 4, 256}}}}};
+  for (const Boxes& before : ways) {
+    const Tensor want = train_boxes(before, "", path);
+    EXPECT_TRUE(std::abs(want.get(0)) > 0);
+    for (const Boxes& after : ways) {
+      SCOPED_TRACE(testing::Message() << before.of_rank.size() << " to " << after.of_rank.size());
+      EXPECT_TRUE(train_boxes(after, path, "") == want);
+    }
+  }
+}
+
 // A context alone loads all of it, in the middle of a window too, and one rank each its part of what one process has
 // saved.
 TEST(RankFiles, OneProcessThereAndBack) {

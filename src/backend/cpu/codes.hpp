@@ -7,14 +7,16 @@
 // A state of codes: its two arrays.
 struct CodedState {
   int32_t format;
+  int32_t block;
   uint8_t* codes;
   float* scales;
 
   CodedState() = default;
-  CodedState(const Array& state, const Array& of_blocks)
+  CodedState(const Array& state, float* of_blocks, int32_t block_size)
       : format(state.format),
+        block(block_size),
         codes(static_cast<uint8_t*>(state.data)),
-        scales(static_cast<float*>(of_blocks.data)) {}
+        scales(of_blocks) {}
 };
 
 // Registers of floats, see Single.
@@ -65,14 +67,15 @@ GA_INLINE void put_codes(uint8_t* p, Registers::Word codes) {
 #endif
 }
 
-// offset: a multiple of kCodeBlock. Here and below, what is read and written is padded to whole registers: tiles are to
+// offset: a multiple of the block. Here and below, what is read and written is padded to whole registers: tiles are to
 // whole groups, and the library's arrays to whole cache lines.
 template <bool kSigned>
 [[gnu::noinline]] void load_codes(const CodedState& s, int64_t offset, int64_t count, float* tile) {
-  for (int64_t b = 0; b < count; b += kCodeBlock) {
-    const int64_t n = smaller(kCodeBlock, count - b);
+  const float* scales = s.scales + offset / s.block;
+  for (int64_t b = 0; b < count; b += s.block) {
+    const int64_t n = smaller(s.block, count - b);
     const uint8_t* const __restrict codes = s.codes + offset + b;
-    const float scale = s.scales[(offset + b) / kCodeBlock];
+    const float scale = *scales++;
     float* const __restrict x = tile + b;
     for (int64_t i = 0; i < n; i += kFloats)
       put(x + i, Codes<kSigned, Registers>::read(get_codes(codes + i), Floats{} + scale));
@@ -124,13 +127,14 @@ template <bool kSigned, int kHalf>
 template <bool kSigned, int kHalf>
 [[gnu::noinline]] void store_codes(const CodedState& s, int64_t offset, int64_t count,
                                    const float* tile, const uint32_t* random) {
-  int64_t b = 0;
-  const auto block = [&](int64_t n) GA_INLINE_BODY {
-    store_block<kSigned, kHalf>(tile + b, n, s.codes + offset + b,
-                                s.scales + (offset + b) / kCodeBlock, random + b);
+  float* scale = s.scales + offset / s.block;
+  const auto block = [&](int64_t b, int64_t n) GA_INLINE_BODY {
+    store_block<kSigned, kHalf>(tile + b, n, s.codes + offset + b, scale++, random + b);
   };
-  for (; b + kCodeBlock <= count; b += kCodeBlock) block(kCodeBlock);  // a constant, for the loops
-  if (b < count) block(count - b);
+  int64_t b = 0;
+  if (s.block == kCodeBlock)  // a constant, for the loops
+    for (; b + kCodeBlock <= count; b += kCodeBlock) block(b, kCodeBlock);
+  for (; b < count; b += s.block) block(b, smaller(s.block, count - b));
 }
 
 // Stores a tile of two slots, which share the random bits of an element. A tile may be NULL: a slot that is no codes.

@@ -71,7 +71,7 @@ template <class T>
 template <class T, bool kOutOfPlace>
 [[gnu::noinline]] void move_average(const UpdateTask& task, int64_t offset, int64_t count,
                                     const T* p) {
-  const auto index = static_cast<uint64_t>(task.first + offset);
+  const auto index = static_cast<uint64_t>(task.drawn + offset);
   const T gain = static_cast<T>(task.plan->average_gain);
   const Targets* const targets = kOutOfPlace ? task.plan->targets : nullptr;
   const Array* const target = kOutOfPlace ? &targets->average : &task.average;
@@ -193,7 +193,7 @@ struct UpdateTile {
     for (int k = 0; k < kSlots; ++k) {
       if constexpr (kMayBeCoded)
         if (is_coded(task, k)) {
-          state[k].open_coded({task.state[k], task.state[kMaxSlots + k]}, offset, count);
+          state[k].open_coded({task.state[k], task.scales[k], task.code_block}, offset, count);
           ahead = kTile;
           continue;
         }
@@ -258,7 +258,8 @@ struct UpdateTile {
   GA_INLINE void close_state(const UpdateTask& task, int64_t offset, int64_t count) {
     if (!kPass.writes_state || kSlots == 0) return;
     const Array* const to = kOutOfPlace ? targets->state : task.state;
-    const auto index = static_cast<uint64_t>(task.first + offset);
+    float* const* const scales = kOutOfPlace ? targets->scales : task.scales;
+    const auto index = static_cast<uint64_t>(task.drawn + offset);
     if constexpr (kMayBeCoded)
       for (int k = 0; k < kSlots; k += 2) {
         CodedState slots[2];
@@ -266,7 +267,8 @@ struct UpdateTile {
         for (int half = 0; half < 2 && k + half < kSlots; ++half) {
           const int slot = k + half;
           if (!is_coded(task, slot)) continue;
-          slots[half] = {{to[slot].data, task.state[slot].format}, to[kMaxSlots + slot]};
+          slots[half] = {
+              {to[slot].data, task.state[slot].format}, scales[slot], task.code_block};
           tiles[half] = state[slot].data;
         }
         if (tiles[0] || tiles[1])
@@ -374,7 +376,7 @@ GA_INLINE void store_param(const UpdateTask& task, Stream<T>& s, int64_t offset,
   const Array& copy = kOutOfPlace ? targets->copy : task.copy;
   const T* p = kOutOfPlace && s.out ? s.tile : s.data;
   const auto store_to = [&](const Array& a) {
-    store<T>(a, offset, count, p, static_cast<uint64_t>(task.first + offset),
+    store<T>(a, offset, count, p, static_cast<uint64_t>(task.drawn + offset),
              {task.stochastic, task.plan->copy_key});
   };
   if (!s.in_place) {

@@ -70,11 +70,10 @@ struct CodedArray {
   float* scales;
 
   CodedArray() = default;
-  GA_DEVICE CodedArray(const Array& state, const Array& of_blocks, int64_t first)
-      : codes(static_cast<uint8_t*>(state.data) + first),
-        scales(static_cast<float*>(of_blocks.data) + first / kCodeBlock) {}
+  GA_DEVICE CodedArray(const Array& state, float* of_blocks, int64_t first, int32_t block)
+      : codes(static_cast<uint8_t*>(state.data) + first), scales(of_blocks + first / block) {}
 
-  GA_DEVICE float* scale_at(int i) const { return global(scales + i / kCodeBlock); }
+  GA_DEVICE float* scale_at(int of_block) const { return global(scales + of_block); }
 
   // Of elements [i, i + count), count <= 4, then zeros; i is a multiple of 4.
   GA_DEVICE uint32_t load(int i, int count) const {

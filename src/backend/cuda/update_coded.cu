@@ -13,8 +13,6 @@ template <class Op, bool kMeasuring>
 constexpr bool kIsCoded = std::is_same_v<typename Op::Real, float>&& has_codes(Op::codes) &&
                           kSlotsOf<Op, kMeasuring> > 0 && (!kMeasuring || Op::norms > 0);
 
-constexpr int kBlockSize = static_cast<int>(kCodeBlock);
-
 template <class Op>
 constexpr bool is_coded_slot(int slot) {
   return Op::codes.of[slot] != Code::kNone;
@@ -52,22 +50,22 @@ class CodedState {
   };
 
   GA_DEVICE CodedState(const UpdateTask& task, const ParamPlan& plan, int64_t first)
-      : index_(static_cast<uint64_t>(task.first + first)),
+      : index_(static_cast<uint64_t>(task.drawn + first)),
         key_(plan.state_key),
         chance_{Chance(key_, index_ >> 32), Chance(key_ + 2, index_ >> 32)} {
     each_slot<Op, kMeasuring>([&](auto slot) {
       if constexpr (is_coded_slot<Op>(slot))
-        coded_[slot] = CodedArray(task.state[slot], task.state[kMaxSlots + slot], first);
+        coded_[slot] = CodedArray(task.state[slot], task.scales[slot], first, task.code_block);
       else
         floats_[slot] = static_cast<float*>(task.state[slot].data) + first;
     });
   }
 
-  // The scales of the block at element i.
-  GA_DEVICE Scales fetch_scales(int i) const {
+  // The scales of a block, counted from the first.
+  GA_DEVICE Scales fetch_scales(int of_block) const {
     Scales scales = {};
     each_slot<Op, kMeasuring>([&](auto slot) {
-      if constexpr (is_coded_slot<Op>(slot)) scales.of[slot] = *coded_[slot].scale_at(i);
+      if constexpr (is_coded_slot<Op>(slot)) scales.of[slot] = *coded_[slot].scale_at(of_block);
     });
     return scales;
   }
@@ -120,10 +118,10 @@ class CodedState {
     return block;
   }
 
-  // Writes the scales of the block at element i.
-  GA_DEVICE void store_scales(int i, const Blocks& block) const {
+  // Writes them.
+  GA_DEVICE void store_scales(int of_block, const Blocks& block) const {
     each_slot<Op, kMeasuring>([&](auto slot) {
-      if constexpr (is_coded_slot<Op>(slot)) *coded_[slot].scale_at(i) = block.of[slot].scale;
+      if constexpr (is_coded_slot<Op>(slot)) *coded_[slot].scale_at(of_block) = block.of[slot].scale;
     });
   }
 
@@ -203,9 +201,15 @@ class CodedArrays : public CodedState<Op, kMeasuring> {
   Reader<float> gradient_, param_;
 };
 
-// At most a block of state: elements [begin, begin + count) of CodedArrays.
+// A block of state of CodedArrays: which it is, and its elements [begin, begin + count).
 struct CodedPart {
-  int begin, count;
+  int number, begin, count;
+
+  // Of blocks of `size` elements, of which the last may have fewer, up to element `end`.
+  GA_DEVICE CodedPart(int of_block, int size, int end)
+      : number(of_block),
+        begin(of_block * size),
+        count(end - begin < size ? end - begin : size) {}
 
   // Of four elements at i, how many belong to it.
   GA_DEVICE int of_four(int i) const {
@@ -217,8 +221,8 @@ struct CodedPart {
 // ---- Updates ------------------------------------------------------------------------------------
 
 constexpr int kWarps = kThreads / kLanes;
-constexpr int kRound = kWarps * kBlockSize;  // a warp has a block
-constexpr int kFours = kBlockSize / (4 * kLanes);
+constexpr int kRound = kWarps * kCodeBlock;  // a warp has a block
+constexpr int kFours = kCodeBlock / (4 * kLanes);
 
 // The arrays of an update beside its state, if they are aligned: a parameter of kParam, which is GA_F32 or GA_BF16, a
 // gradient of f32 or bf16, and a rounded copy of bf16, or none.
@@ -230,7 +234,7 @@ class AlignedArrays {
             advanced(task.gradient.source.data, task.gradient.source.format, task.first + first)),
         param_(advanced(task.param.data, kParam, first)),
         copy_(task.copy.data ? advanced(task.copy.data, GA_BF16, first) : nullptr),
-        index_(static_cast<uint64_t>(task.first + first)),
+        index_(static_cast<uint64_t>(task.drawn + first)),
         key_(plan.copy_key),
         chance_(key_, index_ >> 32),
         stochastic_(task.stochastic),
@@ -239,7 +243,7 @@ class AlignedArrays {
   // Whether the arrays are so.
   GA_DEVICE bool fits(const UpdateTask& task) const {
     const Source& g = task.gradient.source;
-    return g.data && (g.format == GA_F32 || is_bf16_) && is_aligned(gradient_, g.format) &&
+    return task.code_block == kCodeBlock && g.data && (g.format == GA_F32 || is_bf16_) && is_aligned(gradient_, g.format) &&
            task.param.format == kParam && is_aligned(param_, kParam) &&
            (!copy_ ||
             (kParam == GA_F32 && task.copy.format == GA_BF16 && is_aligned(copy_, GA_BF16)));
@@ -325,12 +329,10 @@ struct UpdateCoded {
     const Op op = op_of<Op>(plan);
     const View<float> view(task.gradient);
     const Arrays arrays(task, plan, task.gradient.source, first);
+    const int size = task.code_block;
     GA_ROLLED
-    for (int round = done; round < n; round += kRound) {
-      const auto part_of = [&](int thread) {
-        const int begin = round + thread / kLanes * kBlockSize;
-        return CodedPart{begin, n - begin < kBlockSize ? n - begin : kBlockSize};
-      };
+    for (int round = done / size; round * size < n; round += kWarps) {
+      const auto part_of = [&](int thread) { return CodedPart(round + thread / kLanes, size, n); };
       PerThread<Kept> kept;
       with_largest<kLanes, kSlots>(
           [&](int thread, uint32_t* largest) {
@@ -356,12 +358,12 @@ struct UpdateCoded {
     const int done = n / kRound * kRound;
     GA_ROLLED
     for (int round = 0; round < done; round += kRound) {
-      const auto begin_of = [&](int thread) { return round + thread / kLanes * kBlockSize; };
+      const auto begin_of = [&](int thread) { return round + thread / kLanes * kCodeBlock; };
       PerThread<Kept> kept;
       with_largest<kLanes, kSlots>(
           [&](int thread, uint32_t* largest) {
             const int begin = begin_of(thread);
-            const typename State::Scales scales = state.fetch_scales(begin);
+            const typename State::Scales scales = state.fetch_scales(begin / kCodeBlock);
             typename State::Raw raw[kFours];
             Four<float> g[kFours], p[kFours];
             GA_UNROLLED
@@ -385,7 +387,7 @@ struct UpdateCoded {
           [&](int thread, const uint32_t* largest) {
             const int begin = begin_of(thread);
             const typename State::Blocks block = State::blocks_of(largest);
-            if (thread % kLanes == 0) state.store_scales(begin, block);
+            if (thread % kLanes == 0) state.store_scales(begin / kCodeBlock, block);
             GA_UNROLLED
             for (int f = 0; f < kFours; ++f)
               state.store_codes(begin + element(thread, f), 4, kept[thread].s[f], block);
@@ -407,16 +409,17 @@ struct UpdateCoded {
         source.data = static_cast<const SparseRows*>(source.data)->data;
         source.format = GA_F32;
       }
-      const int64_t of_row = task.columns / kCodeBlock, parts = task.rows->size * of_row;
+      const int size = task.code_block;
+      const int64_t of_row = task.columns / size, parts = task.rows->size * of_row;
       GA_ROLLED
       for (int64_t r = block.index() * kWarps; r < parts; r += block.count() * kWarps) {
         const auto first_of = [&](int thread) {
           const int64_t part = smaller(r + thread / kLanes, parts - 1),
                         row = quotient(part, of_row);
-          return task.rows->entries[row].row * task.columns + (part - row * of_row) * kCodeBlock;
+          return task.rows->entries[row].row * task.columns + (part - row * of_row) * size;
         };
         const auto part_of = [&](int thread) {
-          return CodedPart{0, r + thread / kLanes < parts ? kBlockSize : 0};
+          return CodedPart(0, size, r + thread / kLanes < parts ? size : 0);
         };
         PerThread<Kept> kept;
         with_largest<kLanes, kSlots>(
@@ -446,14 +449,14 @@ struct UpdateCoded {
     if (part.count <= 0) return;
     if (rows && task.follows)
       follow_data(task, first + part.begin, part.count, element(thread, 0), 4 * kLanes);
-    const typename Arrays::Scales scales = at.fetch_scales(part.begin);
+    const typename Arrays::Scales scales = at.fetch_scales(part.number);
     typename Arrays::Raw raw[kFours] = {};
     for (int f = 0; f < kFours; ++f) {
       const int i = element(thread, f), count = part.of_four(i);
       if (count > 0) raw[f] = at.fetch(part.begin + i, count);
     }
     const Writer<float> store(task.param, first, {task.stochastic, plan.copy_key},
-                              task.first + first);
+                              task.drawn + first);
     for (int f = 0; f < kFours; ++f) {
       const int i = element(thread, f), count = part.of_four(i);
       if (count == 0) continue;
@@ -475,7 +478,7 @@ struct UpdateCoded {
   GA_APART static void store_part(const State& at, const CodedPart& part, int thread,
                                   const Kept& kept, const uint32_t* largest) {
     const typename State::Blocks block = State::blocks_of(largest);
-    if (part.count > 0 && thread % kLanes == 0) at.store_scales(part.begin, block);
+    if (part.count > 0 && thread % kLanes == 0) at.store_scales(part.number, block);
     for (int f = 0; f < kFours; ++f) {
       const int i = element(thread, f), count = part.of_four(i);
       if (count > 0) at.store_codes(part.begin + i, count, kept.s[f], block);
@@ -524,23 +527,22 @@ struct MeasureCoded {
     const Op op = op_of<Op>(plan);
     const View<float> view(task.gradient);
     const Arrays arrays(task, plan, task.gradient.source, offset);
-    const int tiles = (n + kTile - 1) / kTile;
+    const int tiles = (n + kTile - 1) / kTile, size = task.code_block;
     GA_ROLLED
     for (int round = 0; round < tiles; round += kLaneGroups) {
       PerThread<Sums> squares;
       PerThread<Scales> scales;
       PerThread<Quad> lanes[Op::norms];
       GA_ROLLED
-      for (int of_tile = 0; of_tile < kTile; of_tile += kBlockSize) {
+      for (int of_tile = 0; of_tile < kTile; of_tile += size) {
         const auto part_of = [&](int thread) {
-          const int begin = (round + thread / kGroup) * kTile + of_tile;
-          return CodedPart{begin, n - begin < kBlockSize ? n - begin : kBlockSize};
+          return CodedPart(((round + thread / kGroup) * kTile + of_tile) / size, size, n);
         };
         with_largest<kGroup, kSlots>(
             [&](int thread, uint32_t* largest) {
               const CodedPart part = part_of(thread);
               if (of_tile == 0) squares[thread] = {};
-              scales[thread] = part.count > 0 ? arrays.fetch_scales(part.begin) : Scales();
+              scales[thread] = part.count > 0 ? arrays.fetch_scales(part.number) : Scales();
               each_measured(op, view, arrays, scales[thread], part, thread,
                             [&](int, int count, const Four<float>* s, const Four<float>*) {
                               arrays.add_magnitudes(largest, s, count);
@@ -557,7 +559,7 @@ struct MeasureCoded {
                               for (int k = 0; k < Op::norms; ++k) sum.of[k].add(x[k], count);
                               if (Op::emits) emit(task, offset, i, count, x[0]);
                             });
-              if (part.count > 0 && thread % kGroup == 0) arrays.store_scales(part.begin, scale);
+              if (part.count > 0 && thread % kGroup == 0) arrays.store_scales(part.number, scale);
               for (int k = 0; k < Op::norms; ++k)
                 for (int l = 0; l < 4; ++l) lanes[k][thread].lane[l] = sum.of[k].lane(l);
             });
@@ -575,13 +577,13 @@ struct MeasureCoded {
     });
   }
 
-  // f(i, count, state, x) for the elements of a thread, as measured.
+  // f(i, count, state, x) for the elements of a thread, as measured: every eighth four of a tile.
   template <class F>
   GA_DEVICE static void each_measured(const Op& op, const View<float>& view, const Arrays& at,
                                       const Scales& scales, const CodedPart& part, int thread,
                                       F f) {
     GA_ROLLED
-    for (int i = 4 * (thread % kGroup); i < part.count; i += kLanes) {
+    for (int i = 4 * ((thread - part.begin / 4) & (kGroup - 1)); i < part.count; i += kLanes) {
       const int count = part.of_four(i);
       Four<float> g, p, s[kSlots], x[2];
       at.unpack(at.fetch(part.begin + i, count), scales, count, g, p, s);
