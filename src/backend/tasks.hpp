@@ -269,7 +269,7 @@ struct Targets {
   Array param, state[kMaxSlots], copy, average;
   float* scales[kMaxSlots];  // of states of codes
   Array emitted;             // of a first pass, of the compute type; may be that of param
-  bool stream;    // stores bypass the caches
+  bool stream;               // stores bypass the caches
 };
 
 // param, state <- op(param, gradient, state). The same pass writes copy and average.
@@ -294,7 +294,7 @@ struct UpdateTask {
   int64_t drawn;       // index of the first element in the random bits
   const RowSet* rows;  // under kUpdateRows
   int64_t columns;
-  int32_t code_block;  // a power of two
+  int32_t code_block;           // a power of two
   const FactorTask* row_state;  // of an Op with state by rows, where the kernels read it; else NULL
   Partial* partials;            // measure: sum_squares of x[0], second_squares of x[1]
   int64_t cut;    // measure: after so many elements chunks begin anew; 0: nowhere, as on a device

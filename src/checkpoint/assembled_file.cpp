@@ -21,14 +21,6 @@ bool ends_with(std::string_view text, std::string_view end) {
   return text.size() >= end.size() && text.substr(text.size() - end.size()) == end;
 }
 
-// How many elements of a part have one of a tensor of it: blocks of state in 8 bits have a scale each, which lies in the
-// part as its first element does. 0: they are of different kinds.
-int64_t elements_for_each(const safetensors::Tensor& t, const OwnPart& part) {
-  if (t.shape == part.shape) return 1;
-  if (!ends_with(t.name, "_scale") || t.shape.size() != 1 || t.shape[0] == 0) return 0;
-  return part.count() % t.shape[0] == 0 ? part.count() / t.shape[0] : 0;
-}
-
 }  // namespace
 
 AssembledFile::AssembledFile(const OwnParts& here, std::vector<Source> sources,
@@ -57,6 +49,20 @@ void AssembledFile::add(std::string name, std::string dtype, std::vector<int64_t
   header_.tensors.push_back(
       {std::move(name), std::move(dtype), std::move(shape), begin, begin + bytes});
   made_.push_back(std::move(made));
+}
+
+// How many elements of a part have one of its tensor: blocks of state in 8 bits have a scale each, which lies in the part
+// as its first element does. 0: the tensor is of another kind.
+int64_t AssembledFile::elements_for_each(size_t source, const safetensors::Tensor& t,
+                                         const OwnPart& part) const {
+  if (t.shape == part.shape) return 1;
+  constexpr std::string_view kScale = "_scale";
+  if (!ends_with(t.name, kScale) || t.shape.size() != 1 || t.shape[0] == 0) return 0;
+  const std::string_view codes = std::string_view(t.name).substr(0, t.name.size() - kScale.size());
+  const auto found = names_[source].find(codes);
+  if (found == names_[source].end() || part.count() % t.shape[0] != 0) return 0;
+  const bool fits = tensor_of({source, found->second, nullptr}).shape == part.shape;
+  return fits ? part.count() / t.shape[0] : 0;
 }
 
 void AssembledFile::add_param(const std::string& name, const OwnPart& part) {
@@ -88,7 +94,7 @@ void AssembledFile::add_param(const std::string& name, const OwnPart& part) {
     const safetensors::Tensor& t = file.tensors()[at->second];
     if ((t.name != name && !is_state_of(t.name, name)) || ends_with(t.name, ".grad_accum.partials"))
       continue;
-    const int64_t each = elements_for_each(t, *like.part);
+    const int64_t each = elements_for_each(like.source, t, *like.part);
     if (each == 0 || part.count() % each != 0 || ends_with(t.name, ".grad_accum.window")) {
       add(t.name, t.dtype, t.shape, {nullptr, {{like.source, at->second, nullptr}}, {}});
       continue;

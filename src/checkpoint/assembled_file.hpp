@@ -56,7 +56,7 @@ class AssembledFile {
     const OwnPart* part;  // the one that it is of
     std::vector<Place> places;
     std::vector<double> numbers;  // or the bytes themselves
-    int64_t each = 1;             // so many elements of the part, side by side, have one of the tensor
+    int64_t each = 1;  // so many elements of the part, side by side, have one of the tensor
   };
   // Bytes that lie side by side in both files.
   struct Run {
@@ -70,6 +70,7 @@ class AssembledFile {
   }
   void add(std::string name, std::string dtype, std::vector<int64_t> shape, Made made);
   void add_param(const std::string& name, const OwnPart& part);
+  int64_t elements_for_each(size_t source, const safetensors::Tensor& t, const OwnPart& part) const;
   void add_others(const std::function<bool(const std::string&)>& knows);
   void add_micro_batches();
   void add_metadata();

@@ -228,7 +228,8 @@ class Checkpoint {
   int64_t claim(const std::string& name);
   bool is_left_out(const std::string& name) const;
   void check_tensor(int64_t tensor, std::initializer_list<int32_t> dtypes,
-                    const std::vector<int64_t>& shape, Problems& problems) const;
+                    const std::vector<int64_t>& shape, Problems& problems,
+                    const char* why = "") const;
   bool is_cut(std::string_view key, std::string_view field) const;
   void compare_settings() const;
   bool may_be_taken(std::string_view key, std::string_view field) const;

@@ -147,7 +147,8 @@ int64_t Checkpoint::claim(const std::string& name) {
 
 // Checks the shape of a tensor, in which -1 stands for any extent, and that it is of one of the dtypes.
 void Checkpoint::check_tensor(int64_t tensor, std::initializer_list<int32_t> dtypes,
-                              const std::vector<int64_t>& shape, Problems& problems) const {
+                              const std::vector<int64_t>& shape, Problems& problems,
+                              const char* why) const {
   const safetensors::Tensor& t = file_->tensors()[static_cast<size_t>(tensor)];
   const bool fits = std::any_of(dtypes.begin(), dtypes.end(), [&](int32_t dtype) {
     return t.dtype == dtype_info(dtype).file_name;
@@ -159,7 +160,7 @@ void Checkpoint::check_tensor(int64_t tensor, std::initializer_list<int32_t> dty
                  dtype_info(*dtypes.begin()).file_name + " here");
   else if (!same)
     problems.add("\"" + t.name + "\" is " + text_of(t.shape) + " in the file, but " +
-                 text_of(shape) + " here");
+                 text_of(shape) + " here" + why);
 }
 
 // Whether a tensor belongs to a part that is not loaded.
@@ -219,7 +220,10 @@ void Checkpoint::find_param(size_t i, Problems& problems) {
   for (const auto& [a, dtype, shape] : arrays_of(i)) {
     const std::string key = name + "." + a.name;
     const int64_t at = find(a.kind, key);
-    if (at >= 0) check_tensor(at, {dtype}, shape, problems);
+    const bool scales = ParamArrays::is_scales(a.kind);
+    if (at >= 0)
+      check_tensor(at, {dtype}, shape, problems,
+                   scales ? ", for other blocks (see ga_param_set_part)" : "");
     in.state = in.state || (at >= 0 && a.kind < kMaster);
     if (at < 0 && (!in.listed || a.kind < kMaster)) lacking.push_back(key);
   }

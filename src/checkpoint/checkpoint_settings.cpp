@@ -62,6 +62,7 @@ Fields Checkpoint::param_settings(size_t i, bool with_key) const {
   f.add("lr_scale", t.lr_scale);
   f.add("weight_decay_scale", t.weight_decay_scale);
   f.add("frozen", p.frozen);
+  if (model_.params.is_coded(p)) f.add("code_block", int32_t{p.code_block});
   if (with_key && is_stochastic(i) && t.key < kLeastNameKey) f.add("index", t.key);
   return f;
 }
@@ -159,14 +160,15 @@ bool Checkpoint::may_be_taken(std::string_view key, std::string_view field) cons
   return key == "clip" || key == "loss_scaler";
 }
 
-// Whether the state of a parameter means something else with another value: that of MUON belongs to matrices.
+// Whether the state of a parameter means something else with another value: that of MUON belongs to matrices, and that in
+// 8 bits to blocks.
 bool Checkpoint::is_cut(std::string_view key, std::string_view field) const {
   constexpr std::string_view kParameter = "parameter.";
   const std::string_view fields[] = {"cut_matrices", "batch_axes", "output_axis", "split_axis",
                                      "matrix_parts"};
-  if (!begins_with(key, kParameter) ||
-      std::find(std::begin(fields), std::end(fields), field) == std::end(fields))
-    return false;
+  if (!begins_with(key, kParameter)) return false;
+  if (field == "code_block") return true;
+  if (std::find(std::begin(fields), std::end(fields), field) == std::end(fields)) return false;
   const ga_param id = model_.params.find(key.substr(kParameter.size()));
   return id >= 0 && model_.params.group_of(model_.params[id]).info->matrices_only;
 }

@@ -183,9 +183,8 @@ void Parameters::check_options(const NewParam& e, int32_t dtype, int64_t element
             info.name, g.optimizer.dampening != 0 ? " with dampening" : "");
   const int op = g.op[e.rank >= 2 ? 1 : 0];
   const int64_t columns = e.shape && e.shape[0] > 0 ? elements / e.shape[0] : 0;
-  if (o.rows == GA_ROWS_LAZY && g.optimizer.state_dtype == GA_STATE_8BIT &&
-      elements > kMostSmall && op >= 0 && has_codes(op_info(op).codes) &&
-      block_of_rows(columns) == 0)
+  if (o.rows == GA_ROWS_LAZY && g.optimizer.state_dtype == GA_STATE_8BIT && elements > kMostSmall &&
+      op >= 0 && has_codes(op_info(op).codes) && block_of_rows(columns) == 0)
     of.fail(GA_ERROR_UNSUPPORTED,
             "rows was GA_ROWS_LAZY and its group's state is GA_STATE_8BIT, whose blocks do not lie "
             "in two rows, so that a row has a multiple of %d elements, but it has %lld",

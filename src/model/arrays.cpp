@@ -104,8 +104,7 @@ OwnedArrays ParamArrays::of(size_t i, const Range& shard) const {
       }
       const float scale = scale_of_block(saturated(static_cast<float>(initial)));
       numbers(kState + k, name, GA_U8, shard.count, scale == 0 ? 0 : Codes<false>::kTop);
-      numbers(kScales + k, scale_name(name), GA_F32,
-              block_count(shard.count, p.code_block), scale);
+      numbers(kScales + k, scale_name(name), GA_F32, block_count(shard.count, p.code_block), scale);
     }
     if (op_info(op).output_state)
       numbers(kState + op_info(op).slots, op_info(op).slot_names.of[op_info(op).slots], GA_F32,

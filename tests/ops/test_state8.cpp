@@ -669,7 +669,8 @@ TEST(State8, IsRefusedWhereStateCannotBe) {
   rows.rows = GA_ROWS_LAZY;
   EXPECT_EQ(ga_param_add(ctx, group, "p", p.data(), GA_F32, 2, shape, &rows, nullptr),
             GA_ERROR_UNSUPPORTED);
-  EXPECT_NE(std::string(ga_last_error()).find("a multiple of 16 elements, but it has 100"), std::string::npos)
+  EXPECT_NE(std::string(ga_last_error()).find("a multiple of 16 elements, but it has 100"),
+            std::string::npos)
       << ga_last_error();
   // An optimizer without state has none that lies in two rows.
   const ga_group plain = ctx.group(coded(plain_sgd()));
@@ -679,8 +680,8 @@ TEST(State8, IsRefusedWhereStateCannotBe) {
 // Rows are updated alone, and have blocks of their own: the state of the others keeps its bits.
 class State8OfRows : public testing::TestWithParam<std::pair<int64_t, int64_t>> {};
 INSTANTIATE_TEST_SUITE_P(Columns, State8OfRows,
-                         testing::Values(std::pair(512, 256), std::pair(384, 128), std::pair(64, 64),
-                                         std::pair(96, 32), std::pair(48, 16)));
+                         testing::Values(std::pair(512, 256), std::pair(384, 128),
+                                         std::pair(64, 64), std::pair(96, 32), std::pair(48, 16)));
 TEST_P(State8OfRows, LeaveTheOthers) {
   const auto [columns, block] = GetParam();
   const int64_t rows = 100, n = rows * columns;
@@ -700,8 +701,8 @@ TEST_P(State8OfRows, LeaveTheOthers) {
     for (float& x : g) x = static_cast<float>(random.signed_unit());
     for (int64_t i = 0; i < columns; ++i) {
       double& most = largest[(row * columns + i) / block];
-      most = std::max(most, of(of(1 - 0.999) * of(of(g[static_cast<size_t>(i)]) *
-                                                  of(g[static_cast<size_t>(i)]))));
+      most = std::max(most, of(of(1 - 0.999) *
+                               of(of(g[static_cast<size_t>(i)]) * of(g[static_cast<size_t>(i)]))));
     }
     EXPECT_OK(ga_micro_begin(ctx, -1, 1, nullptr));
     EXPECT_OK(ga_accumulate_rows(ctx, 0, &row, GA_I64, 1, g.data()));

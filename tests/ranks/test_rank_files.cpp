@@ -157,15 +157,14 @@ TEST(RankFiles, BoxesIn8Bits) {
   const Folder folder;
   const std::string path = folder / "run.ga";
   const std::vector<int64_t> shape = {12, 6, 256};
-  const std::vector<Boxes> ways = {
-      {shape, {{{0, 0, 0}, shape}}},
-      {shape, {{{0, 0, 0}, {7, 6, 256}}, {{7, 0, 0}, {5, 6, 256}}}},
-      {shape, {{{0, 0, 0}, {12, 5, 256}}, {{0, 5, 0}, {12, 1, 256}}}},
-      {shape,
-       {{{0, 0, 0}, {4, 2, 256}},
-        {{0, 2, 0}, {4, 4, 256}},
-        {{4, 0, 0}, {8, 2, 256}},
-        {{4, 2, 0}, {8, 4, 256}}}}};
+  const std::vector<Boxes> ways = {{shape, {{{0, 0, 0}, shape}}},
+                                   {shape, {{{0, 0, 0}, {7, 6, 256}}, {{7, 0, 0}, {5, 6, 256}}}},
+                                   {shape, {{{0, 0, 0}, {12, 5, 256}}, {{0, 5, 0}, {12, 1, 256}}}},
+                                   {shape,
+                                    {{{0, 0, 0}, {4, 2, 256}},
+                                     {{0, 2, 0}, {4, 4, 256}},
+                                     {{4, 0, 0}, {8, 2, 256}},
+                                     {{4, 2, 0}, {8, 4, 256}}}}};
   for (const Boxes& before : ways) {
     const Tensor want = train_boxes(before, "", path);
     EXPECT_TRUE(std::abs(want.get(0)) > 0);
@@ -173,6 +172,34 @@ TEST(RankFiles, BoxesIn8Bits) {
       SCOPED_TRACE(testing::Message() << before.of_rank.size() << " to " << after.of_rank.size());
       EXPECT_TRUE(train_boxes(after, path, "") == want);
     }
+  }
+}
+
+// A context alone whose blocks are not those of rows refuses them by name, unless it says that it has such a part.
+TEST(RankFiles, OtherBlocksOf8Bits) {
+  const Folder folder;
+  const std::string path = folder / "run.ga";
+  const Boxes halves = {{80, 96}, {{{0, 0}, {40, 96}}, {{40, 0}, {40, 96}}}};
+  const Tensor want = train_boxes(halves, "", path);
+  for (const bool as_part : {false, true}) {
+    Context ctx(summing());
+    ga_optimizer o = optimizer(GA_OPTIMIZER_ADAMW);
+    o.state_dtype = GA_STATE_8BIT;
+    ctx.group(o);
+    std::vector<float> p(80 * 96);
+    const ga_param id = ctx.param(0, "w", p.data(), ref::Shape{80, 96});
+    const int64_t whole[] = {80, 96}, first[] = {0, 0};
+    if (!as_part) {
+      expect_failure(ga_load(ctx, path.c_str(), nullptr),
+                     "\"w.exp_avg_scale\" is [240] in the file, but [30] here, for other blocks",
+                     GA_ERROR_INVALID_ARGUMENT);
+      continue;
+    }
+    ASSERT_OK(ga_param_set_part(ctx, id, whole, first, 1));
+    ASSERT_OK(ga_load(ctx, path.c_str(), nullptr)) << ga_last_error();
+    Tensor own(GA_F32, 80 * 96);
+    ASSERT_OK(ga_state_get(ctx, id, "exp_avg", own.data(), GA_F32, own.count()));
+    EXPECT_TRUE(own == want);
   }
 }
 

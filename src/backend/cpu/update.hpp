@@ -267,8 +267,7 @@ struct UpdateTile {
         for (int half = 0; half < 2 && k + half < kSlots; ++half) {
           const int slot = k + half;
           if (!is_coded(task, slot)) continue;
-          slots[half] = {
-              {to[slot].data, task.state[slot].format}, scales[slot], task.code_block};
+          slots[half] = {{to[slot].data, task.state[slot].format}, scales[slot], task.code_block};
           tiles[half] = state[slot].data;
         }
         if (tiles[0] || tiles[1])

@@ -121,7 +121,8 @@ class CodedState {
   // Writes them.
   GA_DEVICE void store_scales(int of_block, const Blocks& block) const {
     each_slot<Op, kMeasuring>([&](auto slot) {
-      if constexpr (is_coded_slot<Op>(slot)) *coded_[slot].scale_at(of_block) = block.of[slot].scale;
+      if constexpr (is_coded_slot<Op>(slot))
+        *coded_[slot].scale_at(of_block) = block.of[slot].scale;
     });
   }
 
@@ -207,9 +208,7 @@ struct CodedPart {
 
   // Of blocks of `size` elements, of which the last may have fewer, up to element `end`.
   GA_DEVICE CodedPart(int of_block, int size, int end)
-      : number(of_block),
-        begin(of_block * size),
-        count(end - begin < size ? end - begin : size) {}
+      : number(of_block), begin(of_block * size), count(end - begin < size ? end - begin : size) {}
 
   // Of four elements at i, how many belong to it.
   GA_DEVICE int of_four(int i) const {
@@ -243,8 +242,9 @@ class AlignedArrays {
   // Whether the arrays are so.
   GA_DEVICE bool fits(const UpdateTask& task) const {
     const Source& g = task.gradient.source;
-    return task.code_block == kCodeBlock && g.data && (g.format == GA_F32 || is_bf16_) && is_aligned(gradient_, g.format) &&
-           task.param.format == kParam && is_aligned(param_, kParam) &&
+    return task.code_block == kCodeBlock && g.data && (g.format == GA_F32 || is_bf16_) &&
+           is_aligned(gradient_, g.format) && task.param.format == kParam &&
+           is_aligned(param_, kParam) &&
            (!copy_ ||
             (kParam == GA_F32 && task.copy.format == GA_BF16 && is_aligned(copy_, GA_BF16)));
   }

@@ -15,35 +15,38 @@ from .. import Optimizer as Settings
 from ._slots import Slot, flat
 
 BLOCK = 256
-"""Elements that share a scale."""
+"""The most elements that share a scale."""
 CODES = "_codes"
 SCALE = "_scale"
 """What the names of the two tensors end with that a state dictionary has of an array of state in 8 bits.
 
 The codes are not under the name of the array, since an optimizer of torch would take them for numbers there.
 """
-_SIDE = 512
+_SIZE = 1 << 18  # elements of a coder's parameter
 
 
 class Coder:
     """Translates between codes and numbers, by a parameter of its own whose state it writes and reads.
 
-    Raises ValueError if the optimizer has no codes.
+    block: how many elements share a scale. Raises ValueError if the optimizer has no codes.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, block: int) -> None:
         self._context = Context(Config(num_threads=1))
         # What a precision needs of a device or a processor may not be here, and no step is made.
         settings = dataclasses.replace(settings, state_dtype=Dtype.STATE_8BIT, ns_precision=Precision.F32)
-        self._memory = torch.zeros(_SIDE, _SIDE, device="cpu")
+        self._block = block
+        rows = _SIZE // block
+        self._memory = torch.zeros(rows, block, device="cpu")
         try:
             self._param: Param = self._context.add_param(self._context.add_group(settings), "state", self._memory)
+            self._param.set_part((rows, block), (0, 0))  # whose blocks are its rows
         except Error as error:
             self._context.close()
             raise ValueError(f"it has codes, but its optimizer keeps no state in 8 bits: {error}") from None
-        self._codes = torch.zeros(_SIDE * _SIDE, dtype=torch.uint8, device="cpu")
-        self._scale = torch.zeros(_SIDE * _SIDE // BLOCK, device="cpu")
-        self._numbers = torch.zeros(_SIDE * _SIDE, device="cpu")
+        self._codes = torch.zeros(_SIZE, dtype=torch.uint8, device="cpu")
+        self._scale = torch.zeros(rows, device="cpu")
+        self._numbers = torch.zeros(_SIZE, device="cpu")
 
     def close(self) -> None:
         """Frees the context."""
@@ -56,15 +59,10 @@ class Coder:
     def numbers(self, name: str, codes: Tensor, scale: Tensor) -> Tensor:
         """The numbers that codes stand for, in one dimension as the codes are. Raises ValueError."""
         count = codes.numel()
-        if codes.dtype != torch.uint8 or scale.numel() != -(-count // BLOCK):
-            raise ValueError(
-                f"it has {count} codes of {codes.dtype} and {scale.numel()} scales, expected codes of torch.uint8 and "
-                f"a scale for {BLOCK} of them"
-            )
         found = torch.empty(count, device="cpu")
         for at in range(0, count, self._codes.numel()):
             part = codes[at : at + self._codes.numel()]
-            blocks = scale[at // BLOCK : (at + len(part) - 1) // BLOCK + 1]
+            blocks = scale[at // self._block : (at + len(part) - 1) // self._block + 1]
             self._codes[: len(part)] = part
             self._scale[: len(blocks)] = blocks
             self._set(name, self._codes)
@@ -77,7 +75,7 @@ class Coder:
         """The scales of numbers in one dimension, and the codes nearest to them. Raises ValueError."""
         count = numbers.numel()
         codes = torch.empty(count, dtype=torch.uint8, device="cpu")
-        scale = torch.empty(-(-count // BLOCK), device="cpu")
+        scale = torch.empty(-(-count // self._block), device="cpu")
         for at in range(0, count, self._numbers.numel()):
             part = numbers[at : at + self._numbers.numel()]
             self._numbers.zero_()
@@ -86,7 +84,7 @@ class Coder:
             self._param.get_state(name, self._codes)
             self._param.get_state(name + SCALE, self._scale)
             codes[at : at + len(part)] = self._codes[: len(part)]
-            blocks = scale[at // BLOCK : (at + len(part) - 1) // BLOCK + 1]
+            blocks = scale[at // self._block : (at + len(part) - 1) // self._block + 1]
             blocks[:] = self._scale[: len(blocks)]
         return codes, scale
 
@@ -101,7 +99,7 @@ class Coders:
     """The coders of an optimizer's groups, each made when it is needed first. Closed by ``with``."""
 
     def __init__(self) -> None:
-        self._made: dict[Settings, Coder] = {}
+        self._made: dict[tuple[Settings, int], Coder] = {}
 
     def __enter__(self) -> Coders:
         return self
@@ -111,12 +109,16 @@ class Coders:
             coder.close()
         self._made.clear()
 
-    def of(self, slot: Slot) -> Coder:
+    def of(self, slot: Slot, block: int = BLOCK) -> Coder:
         """That of the group of a parameter."""
         settings = slot.group.optimizer
-        if settings not in self._made:
-            self._made[settings] = Coder(settings)
-        return self._made[settings]
+        if (settings, block) not in self._made:
+            self._made[settings, block] = Coder(settings, block)
+        return self._made[settings, block]
+
+    def decoded(self, slot: Slot, name: str, codes: Tensor, scale: Tensor) -> Tensor:
+        """The numbers that codes of an array stand for, in one dimension."""
+        return self.of(slot, _block(codes, scale)).numbers(name, codes.reshape(-1), scale)
 
     def numbers(self, slot: Slot, name: str, state: Mapping[str, Any]) -> Tensor:
         """The numbers of an array of which a state dictionary has codes, in the shape of these."""
@@ -124,17 +126,20 @@ class Coders:
         scale = state.get(name + SCALE)
         if scale is None:
             raise ValueError(f'it has "{name}{CODES}", but no "{name}{SCALE}"')
-        return self.of(slot).numbers(name, codes.reshape(-1), _plain(scale)).reshape(codes.shape)
+        return self.decoded(slot, name, codes, _plain(scale)).reshape(codes.shape)
 
     def arrays(self, slot: Slot, name: str, state: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """The codes and the scales that a parameter takes, of what a state dictionary has: those, or numbers."""
+        counts = {info.name: info.count for info in slot.own.states}
+        scales = counts[name + SCALE]
         if name + CODES in state:
-            if slot.memory.is_contiguous() and name + SCALE in state:
-                return _local(slot, state[name + CODES]), _plain(state[name + SCALE])
+            given = state.get(name + SCALE)
+            if slot.memory.is_contiguous() and given is not None and given.numel() == scales:
+                return _local(slot, state[name + CODES]), _plain(given)
             numbers = flat(self.numbers(slot, name, state), slot)
         else:
             numbers = flat(torch.as_tensor(state[name]), slot)
-        codes, scale = self.of(slot).codes(name, numbers.reshape(-1))
+        codes, scale = self.of(slot, _block_of(counts[name], scales)).codes(name, numbers.reshape(-1))
         return codes.reshape(numbers.shape), scale
 
 
@@ -146,6 +151,22 @@ def is_whole(slot: Slot) -> bool:
 def is_scale(name: str, others: Mapping[str, Any]) -> bool:
     """Whether this is the name of the scales of codes that are among the others."""
     return name.endswith(SCALE) and name.removesuffix(SCALE) + CODES in others
+
+
+def _block_of(count: int, scales: int) -> int:
+    """Of how many elements a block has a scale, the last block perhaps of less; 0: there is no such number."""
+    sizes = (16, 32, 64, 128, BLOCK)
+    return next((size for size in sizes if -(-count // size) == scales), 0)
+
+
+def _block(codes: Tensor, scale: Tensor) -> int:
+    block = _block_of(codes.numel(), scale.numel())
+    if codes.dtype != torch.uint8 or block == 0:
+        raise ValueError(
+            f"it has {codes.numel()} codes of {codes.dtype} and {scale.numel()} scales, expected codes of torch.uint8 "
+            f"and a scale for {BLOCK} of them, or for a smaller power of two"
+        )
+    return block
 
 
 def _local(slot: Slot, array: Any) -> Tensor:

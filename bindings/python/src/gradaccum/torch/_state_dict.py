@@ -62,7 +62,7 @@ def to_torch(
             if array.dtype == torch.uint8:
                 scale = arrays.pop(key + SCALE)
                 if as_numbers or not is_whole(slot):
-                    array = coders.of(slot).numbers(name, array.reshape(-1), scale)
+                    array = coders.decoded(slot, name, array, scale)
                 else:
                     state[slot.tensor][name + SCALE] = scale
                     name += CODES
