@@ -20,10 +20,10 @@ extern "C" {
  *   MICRO       Those of the micro-batch, as frameworks do. Of the results, only the running
  *               statistics are those of one batch.
  *   WINDOW      Those of the whole window, on all ranks: y, dx, dgamma and dbeta are those of one
- *               batch. The network is computed layer by layer, each in two sweeps over the
+ *               batch. The network is computed layer by layer, each in two passes over the
  *               micro-batches, forward and backward, so the program keeps the activations of the
  *               window.
- *   CUMULATIVE  Those of the window's micro-batches so far: one sweep, and later micro-batches come
+ *   CUMULATIVE  Those of the window's micro-batches so far: one pass, and later micro-batches come
  *               close to the window's. Gradients are exact for what was computed.
  *
  *     MICRO, CUMULATIVE: in each micro-batch     WINDOW: layer by layer
@@ -43,7 +43,7 @@ extern "C" {
  * weight and the loss scale of the micro-batch.
  *
  * ga_bn_accumulate, ga_bn_accumulate_stats and ga_bn_forward are about the open micro-batch, or
- * else about the next one: the one to come (MICRO, CUMULATIVE), or the next of the sweep (WINDOW).
+ * else about the next one: the one to come (MICRO, CUMULATIVE), or the next of the pass (WINDOW).
  * The backward calls are about the open one. Tensors x, y, dx and dy are [samples, channels,
  * positions] or [samples, positions, channels], positions being the product of the spatial
  * dimensions, 1 without any. x is read again by the backward calls. y may be x; dx may be dy or x;
@@ -57,7 +57,7 @@ typedef int32_t ga_bn; /* 0, 1, 2, ... in the order they were added */
 typedef int32_t ga_bn_mode;
 enum {
   GA_BN_MICRO = 0,     /* those of the micro-batch */
-  GA_BN_WINDOW = 1,    /* those of the whole window, in two sweeps over its micro-batches */
+  GA_BN_WINDOW = 1,    /* those of the whole window, in two passes over its micro-batches */
   GA_BN_CUMULATIVE = 2 /* those of the micro-batches of the window so far */
 };
 
@@ -93,7 +93,7 @@ GA_API ga_status ga_bn_options_init(ga_bn_options* out, size_t struct_size, ga_f
    them. options: may be NULL: torch's defaults. out may be NULL. The running mean begins with 0,
    the variance with 1. GA_ERROR_UNSUPPORTED: WINDOW or CUMULATIVE with GA_NONFINITE_DROP_MICRO,
    because the micro-batches that stay were normalised with the dropped one; WINDOW with
-   GA_CLIP_WHEN_MICRO, because its sweeps open micro-batches again. */
+   GA_CLIP_WHEN_MICRO, because its passes open micro-batches again. */
 GA_API ga_status ga_bn_add(ga_context* ctx, const char* name, int64_t channels, ga_param gamma,
                            ga_param beta, const ga_bn_options* options, ga_bn* out);
 
@@ -132,7 +132,7 @@ GA_API ga_status ga_bn_describe(const ga_context* ctx, ga_bn bn, ga_bn_info* out
    0: unfreezes it. gamma and beta still get gradients (see ga_param_set_frozen). Between windows. */
 GA_API ga_status ga_bn_set_frozen(ga_context* ctx, ga_bn bn, int32_t frozen);
 
-/* Takes the statistics of a micro-batch. WINDOW: the first sweep, each micro-batch once, in order,
+/* Takes the statistics of a micro-batch. WINDOW: the first pass, each micro-batch once, in order,
    before ga_bn_finalize. MICRO, CUMULATIVE: for programs that do not call ga_bn_forward, which does
    it itself. */
 GA_API ga_status ga_bn_accumulate(ga_context* ctx, ga_bn bn, const void* x, int64_t samples,
@@ -151,7 +151,7 @@ enum {
 GA_API ga_status ga_bn_accumulate_stats(ga_context* ctx, ga_bn bn, int64_t count, const void* mean,
                                         const void* spread, ga_bn_spread kind, ga_dtype dtype);
 
-/* Ends the first sweep of a layer in WINDOW mode. With a communicator (ga_context_set_comm) the call
+/* Ends the first pass of a layer in WINDOW mode. With a communicator (ga_context_set_comm) the call
    is collective, and the layer normalises by the statistics of all ranks, some of which may have no
    micro-batches. If the call fails on one rank it fails on all of them, and the statistics are as
    they were. On a device it waits. Over a transport of the device (on_stream) it waits only where
@@ -163,7 +163,7 @@ GA_API ga_status ga_bn_finalize(ga_context* ctx, ga_bn bn);
 
 /* Normalises x of a micro-batch to y. MICRO, CUMULATIVE: takes the statistics of x first, unless
    ga_bn_accumulate or ga_bn_accumulate_stats has. WINDOW: after ga_bn_finalize; x must have as many
-   elements as in the first sweep. */
+   elements as in the first pass. */
 GA_API ga_status ga_bn_forward(ga_context* ctx, ga_bn bn, const void* x, int64_t samples,
                                int64_t positions, void* y);
 
@@ -174,7 +174,7 @@ GA_API ga_status ga_bn_forward(ga_context* ctx, ga_bn bn, const void* x, int64_t
 GA_API ga_status ga_bn_backward_accumulate(ga_context* ctx, ga_bn bn, const void* x, const void* dy,
                                            int64_t samples, int64_t positions);
 
-/* Ends the sweep of ga_bn_backward_accumulate of a layer in WINDOW mode. With a communicator the
+/* Ends the pass of ga_bn_backward_accumulate of a layer in WINDOW mode. With a communicator the
    call is required before ga_bn_backward and is collective, waits and fails as ga_bn_finalize does:
    it adds up over all ranks, also those without micro-batches, the sums that dx needs. The gradients
    of gamma and beta stay the rank's own, and are added up by ga_step. Without a communicator the call

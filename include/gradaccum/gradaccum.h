@@ -562,7 +562,7 @@ struct ga_config {
                                      on, up to 4096; they run on the processors that the thread
                                      which creates the context may use. Default 0:
                                      ga_params_ready does it */
-  int64_t eager_bytes;            /* most bytes for the second set of arrays that this may take;
+  int64_t eager_bytes;            /* most bytes for the shadow arrays that this may take;
                                      default 0: as many as it takes */
   ga_param_done on_param_done;    /* default NULL: none */
   void* on_param_done_user;       /* passed to on_param_done */
@@ -644,7 +644,7 @@ enum {
   GA_STEP_SKIPPED_NONFINITE = 2, /* an accumulated gradient is infinite or NaN */
   GA_STEP_SKIPPED_ERROR = 3,     /* on a device: indices of ga_accumulate_rows were out of range,
                                     and the rows of that call were left out; or ranks have
-                                    different settings, or have ended different sweeps of batch
+                                    different settings, or have ended different passes of batch
                                     normalisation, see ga_context_set_comm */
   GA_STEP_PENDING = 4,           /* on a device: not known yet, see ga_step_result_get */
   GA_STEP_SKIPPED_WEIGHT = 5,    /* the sum of the weights is too small or too large to divide
@@ -688,7 +688,7 @@ struct ga_step_result {
   int64_t eager;           /* with ga_config.eager: parameters that were updated before ga_step;
                               like the next two, of this rank alone */
   int64_t eager_waited;    /* those that waited for ga_step because there was no memory for a
-                              second set of their arrays */
+                              their shadow arrays */
   int64_t eager_redone;    /* of eager, those that ga_step updated once more, since the step was
                               clipped or an option has changed */
 };
@@ -801,7 +801,7 @@ GA_API ga_status ga_micro_end(ga_context* ctx);
    accumulator: before its first contribution; under GA_GRADIENTS_LIVE, GA_NONFINITE_DROP_MICRO and
    GA_CLIP_WHEN_MICRO also later, while its gradients are only noted. Statistics that ga_bn_forward
    took of it go with it. GA_ERROR_INVALID_STATE: something has been added, an accumulator was
-   acquired, the micro-batch was opened before, or a WINDOW sweep has its statistics; ga_discard
+   acquired, the micro-batch was opened before, or a pass in WINDOW mode has its statistics; ga_discard
    drops the window. */
 GA_API ga_status ga_micro_abort(ga_context* ctx);
 
@@ -818,8 +818,8 @@ GA_API ga_status ga_micro_abort(ga_context* ctx);
      when ga_config.on_param_done comes. From then on until ga_step, ga_discard and functions that
      set options or read or save state are GA_ERROR_INVALID_STATE, and after GA_ERROR_FAULT the
      context cannot be used any more.
-   - Else ga_step decides. The update reads parameter and state, and writes a second set of these
-     arrays (ga_memory.eager), which ga_step takes, drops if it skips the window, or writes again if
+   - Else ga_step decides. The update reads parameter and state, and writes shadow arrays, one
+     for each of these (ga_memory.eager), which ga_step takes, drops if it skips the window, or writes again if
      it clips by the norm or options have changed (ga_step_result.eager_redone). Gradients that live
      must do so until ga_step.
    Several threads may then be in ga_accumulate_part and ga_params_ready at once, for different
@@ -1382,8 +1382,8 @@ GA_API ga_status ga_context_set_stream(ga_context* ctx, void* stream);
 /* Allocates the library's arrays for all parameters that are not frozen, which the first
    contribution to a window would do otherwise. Master weights are taken from their parameters no
    earlier than by that contribution, or by the first ga_state_get or ga_state_set. The system gives
-   memory when it is first written; with ga_config.eager, state, averages and their second set are
-   written here. */
+   memory when it is first written; with ga_config.eager, state, averages and their shadow arrays
+   are written here. */
 GA_API ga_status ga_prepare(ga_context* ctx);
 
 /* Bytes that the library owns for a context, by purpose, as registered so far; without parameters
@@ -1403,7 +1403,7 @@ typedef struct ga_memory {
   int64_t resident;        /* of total, what is written so far; on a device, what is allocated.
                               The rest is planned, or memory that the system gives only when it
                               is written */
-  int64_t eager;           /* with ga_config.eager: a second set of what updates write */
+  int64_t eager;           /* with ga_config.eager: shadow arrays, which updates write */
 } ga_memory;
 
 /* Prepares *out to be filled. */

@@ -155,7 +155,7 @@ GA_API ga_status ga_save(ga_context* ctx, const char* path, const ga_state_optio
    GA_ERROR_INVALID_ARGUMENT: what the file holds is not what the context has (the message lists
    names that are missing, extra, or of another shape or dtype) or other settings, or K is below what
    its window holds. GA_ERROR_FORMAT: the file is damaged, not a state, or of a newer version.
-   GA_ERROR_UNSUPPORTED: another number of ranks has saved it within the sweeps of a layer in WINDOW
+   GA_ERROR_UNSUPPORTED: another number of ranks has saved it within the passes of a layer in WINDOW
    mode. GA_ERROR_IO, GA_ERROR_CANCELLED.
    GA_ERROR_FAULT: the second reading failed, or found other bytes than the first; only
    ga_context_destroy is legal.

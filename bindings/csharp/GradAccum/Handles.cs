@@ -429,13 +429,13 @@ namespace GradAccum {
       }
     }
 
-    /// <summary>Ends the first sweep in window mode. With a communicator every rank makes the call, also one
+    /// <summary>Ends the first pass in window mode. With a communicator every rank makes the call, also one
     /// without data, and the layer normalises by the statistics of all ranks.</summary>
     public void FinalizeStats() {
       using (Call call = Context.Begin()) Raw.ga_bn_finalize(call.Context, Id);
     }
 
-    /// <summary>Ends the sweep of MicroBatch.BackwardAccumulate in window mode. With a communicator the call is
+    /// <summary>Ends the pass of MicroBatch.BackwardAccumulate in window mode. With a communicator the call is
     /// required before MicroBatch.Backward, on every rank, and adds up what dx needs of all ranks; alone it may be
     /// left out.</summary>
     public void BackwardFinalize() {

@@ -90,7 +90,7 @@ class BatchNorm:
             _raw.ga_bn_accumulate_stats(c, self.id, count, first, second, kind, dtype)
 
     def finalize(self) -> None:
-        """Ends the first sweep of a layer in WINDOW mode.
+        """Ends the first pass of a layer in WINDOW mode.
 
         With a communicator every rank makes the call, also one without data, and the layer normalises by
         the statistics of all ranks.
@@ -112,7 +112,7 @@ class BatchNorm:
             _raw.ga_bn_backward_accumulate(c, self.id, loan, gradient, samples, positions)
 
     def backward_finalize(self) -> None:
-        """Ends the sweep of backward_accumulate of a layer in WINDOW mode.
+        """Ends the pass of backward_accumulate of a layer in WINDOW mode.
 
         With a communicator the call is required before backward, on every rank, and adds up what dx needs
         of all ranks; alone it may be left out.

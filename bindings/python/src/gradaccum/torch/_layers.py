@@ -68,7 +68,7 @@ class Layers:
 
         It does not if momentum is None, as in torch.optim.swa_utils.update_bn, nor if something else trains the
         parameters: then the statistics move with each forward, as in torch. parameters is None if backward calls the
-        layer again, when updates ahead of the step may have written them.
+        layer again, when updates before the step may have written them.
         """
         if module not in self._own or cast(Any, module).momentum is None:
             return False

@@ -176,7 +176,7 @@ public final class BatchNorm {
   }
 
   /**
-   * Ends the first sweep of a layer with {@link BatchNormOptions.Mode#WINDOW}. With a communicator
+   * Ends the first pass of a layer with {@link BatchNormOptions.Mode#WINDOW}. With a communicator
    * every rank makes the call, also one without data, and the layer normalises by the statistics of
    * all ranks.
    */
@@ -190,7 +190,7 @@ public final class BatchNorm {
   }
 
   /**
-   * Ends the sweep of {@link MicroBatch#backwardAccumulate} of a layer with {@link
+   * Ends the pass of {@link MicroBatch#backwardAccumulate} of a layer with {@link
    * BatchNormOptions.Mode#WINDOW}. With a communicator the call is required before {@link
    * MicroBatch#backward}, on every rank, and adds up what dx needs of all ranks; alone it may be
    * left out.
