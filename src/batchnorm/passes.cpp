@@ -38,11 +38,11 @@ void BatchNorms::Layer::check_sweep(const char* what, int64_t micro, int64_t cou
             "it has seen %lld micro-batches, but ga_bn_finalize is still due", ll(seen()));
   if (micro >= seen())
     of.fail(GA_ERROR_INVALID_STATE,
-            "micro-batch %lld was not in its first sweep, which had %lld micro-batches", ll(micro),
+            "micro-batch %lld was not in its first pass, which had %lld micro-batches", ll(micro),
             ll(seen()));
   if (const int64_t first = taken_of(micro).count; count != first)
     of.fail(GA_ERROR_INVALID_STATE,
-            "micro-batch %lld had %lld elements a channel in the first sweep, but %lld now",
+            "micro-batch %lld had %lld elements a channel in the first pass, but %lld now",
             ll(micro), ll(first), ll(count));
 }
 
@@ -87,7 +87,7 @@ int64_t BatchNorms::index_of(const Layer& b, int64_t next) const {
   const int64_t most = model_.length.known();
   if (most > 0 && next >= most)
     b.subject().fail(GA_ERROR_INVALID_STATE,
-                     "its sweep has been over all %lld micro-batches of the window", ll(most));
+                     "its pass has been over all %lld micro-batches of the window", ll(most));
   return next;
 }
 
@@ -103,7 +103,7 @@ int64_t BatchNorms::index_of_statistics(const Layer& b, const char* what) const 
         ll(seen));
   if (index != seen)
     of.fail(GA_ERROR_INVALID_STATE,
-            "in its first sweep, micro-batch number %lld is expected next, but %lld is open",
+            "in its first pass, micro-batch number %lld is expected next, but %lld is open",
             ll(seen), ll(index));
   return index;
 }

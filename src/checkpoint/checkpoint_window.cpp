@@ -496,7 +496,7 @@ void Checkpoint::join_layer(ga_bn id) {
     if (in.has(kChannels) && layer.mode == GA_BN_WINDOW && layer.frozen == 0)
       fail(
           GA_ERROR_UNSUPPORTED,
-          "layer \"%.200s\" is in the middle of its sweeps (GA_BN_WINDOW), so the file loads on %d "
+          "layer \"%.200s\" is in the middle of its passes (GA_BN_WINDOW), so the file loads on %d "
           "%s, as it was saved, not on %d; a state that is saved between windows loads on any "
           "number",
           layer.name, ranks_, ranks_ == 1 ? "rank" : "ranks", model_.ranks->ranks());

@@ -369,7 +369,7 @@ TEST(RanksBatchNorm, ARankWithoutDataHasTheStatisticsOfAll) {
     if (r == 1) {  // the layer is within a window, though the rank has no micro-batch
       Tensor y = window[0].x;
       EXPECT_TRUE(refused(ga_bn_forward(net.ctx, net.bn, window[0].x.data(), 2, 7, y.data()),
-                          kState, {"first sweep", "0 micro-batches"}));
+                          kState, {"first pass", "0 micro-batches"}));
       EXPECT_TRUE(refused(ga_bn_set_frozen(net.ctx, net.bn, 1), kState, {"ga_discard ends"}));
       EXPECT_TRUE(refused(ga_bn_running_set(net.ctx, net.bn, mean, variance, GA_F64, 1), kState,
                           {"ga_discard ends"}));

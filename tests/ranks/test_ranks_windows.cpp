@@ -945,7 +945,7 @@ TEST(RanksWindow, SweepsGoOnWithTheSameBits) {
     BnNet alone(shape, bn_options(GA_BN_WINDOW));
     EXPECT_EQ(ga_load_from_memory(alone.ctx, file.data(), file.size(), nullptr),
               GA_ERROR_UNSUPPORTED);
-    EXPECT_NE(std::string(ga_last_error()).find("\"bn\" is in the middle of its sweeps"),
+    EXPECT_NE(std::string(ga_last_error()).find("\"bn\" is in the middle of its passes"),
               std::string::npos)
         << ga_last_error();
     run(stop, kStages, ended, file);
