@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference of C, made of the headers: a page for each of their sections, with the declarations in their order."""
+"""The reference of C, made of the headers: a page for each of their sections, with the declarations in their order.
+
+Behind a function stands what examples/reference shows for it.
+"""
 
 from __future__ import annotations
 
 import pathlib
 import re
 import subprocess
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -14,6 +18,7 @@ from clang.cindex import Cursor, CursorKind, TokenKind
 
 # The parts of gradaccum.h that have a file of their own; a section is a page.
 HEADERS = ("gradaccum.h", "batchnorm.h", "comm.h", "state.h")
+_EXAMPLE = re.compile(r"^ *(?:/\* example: (.*) \*/|/\* (end) \*/)$")
 _SECTION = re.compile(r"/\* ---- (.+?) -+ \*/")
 _SHOWN = {CursorKind.FUNCTION_DECL, CursorKind.TYPEDEF_DECL, CursorKind.ENUM_DECL, CursorKind.STRUCT_DECL}
 _VERSION = re.compile(r"GA_VERSION\w*")  # the macros of the interface: others are the header's own
@@ -47,9 +52,10 @@ class Section:
         return re.sub(r"\W+", "-", self.title.lower())
 
 
-def pages(include: pathlib.Path) -> dict[str, str]:
+def pages(include: pathlib.Path, examples: pathlib.Path) -> dict[str, str]:
     """The files of the reference, in reStructuredText."""
     reader = _Reader(include)
+    reader.read_examples(examples)
     files = {f"c/{s.page}.rst": reader.page(s) for s in reader.sections}
     files["c/index.rst"] = reader.index()
     if reader.problems:
@@ -72,6 +78,7 @@ class _Reader:
         self.sections: list[Section] = []
         self.names: dict[str, str] = {}  # of everything that has a place: its role
         self.members: set[str] = set()
+        self.examples: dict[str, list[str]] = {}  # by what they are for
         self.problems: list[str] = []
         for header in HEADERS:
             self._read(include / header)
@@ -122,6 +129,36 @@ class _Reader:
                     self.names[member.spelling] = "enumerator"
                 elif member.kind == CursorKind.FIELD_DECL:
                     self.members.add(f"{cursor.spelling}.{member.spelling}")
+
+    def read_examples(self, folder: pathlib.Path) -> None:
+        """The lines between "/* example: ga_step */" and "/* end */", for each declaration that is named there."""
+        for path in sorted(folder.glob("*.c")):
+            shown: list[str] | None = None
+            names: list[str] = []
+            for line in path.read_text().split("\n"):
+                mark = _EXAMPLE.match(line)
+                if not mark:
+                    if shown is not None:
+                        shown.append(line)
+                    continue
+                if bool(mark[1]) == (shown is not None):
+                    raise SystemExit(f"{path.name}: {line.strip()} is not in its place")
+                if mark[1]:
+                    shown, names = [], mark[1].split()
+                    continue
+                code = textwrap.dedent("\n".join(shown or [])).strip("\n").split("\n")
+                for name in names:
+                    if self.names.get(name) not in ("func", "struct", "type"):
+                        self.problems.append(f"{path.name} has an example for {name}, which the headers do not declare")
+                    if name in self.examples:
+                        self.problems.append(f"{path.name} has a second example for {name}")
+                    self.examples[name] = [
+                        ".. code-block:: c", "", *(f"   {each}".rstrip() for each in code), "",
+                        f"From {_source(f'examples/reference/{path.name}')}.", "",
+                    ]  # fmt: skip
+                shown = None
+            if shown is not None:
+                raise SystemExit(f"{path.name}: the last example has no end")
 
     # ---- Pages
 
@@ -189,6 +226,9 @@ class _Reader:
                 for cursor in cursors:
                     if cursor.kind == CursorKind.STRUCT_DECL:
                         inner += self._members(cursor)
+                examples = [self.examples[c.spelling] for c in entry.cursors if c.spelling in self.examples]
+                for example in dict.fromkeys(map(tuple, examples)):
+                    inner += example
                 if enums:
                     inner += ["", ".. c:namespace:: NULL", ""]
             for enum in enums:

@@ -58,7 +58,7 @@ def main() -> None:
         files |= {path.relative_to(ROOT): path.read_bytes() for path in sorted(ROOT.glob(pattern))}
     picture = (ROOT / "docs" / "window.svg").read_text()
     files[pathlib.Path("window.html")] = f'<div class="window-frame">\n{picture}</div>\n'.encode()
-    reference = c_reference.pages(ROOT / "include" / "gradaccum")
+    reference = c_reference.pages(ROOT / "include" / "gradaccum", ROOT / "examples" / "reference")
     reference |= python_reference.pages(ROOT / "bindings" / "python" / "src")
     files.update({pathlib.Path(name): text.encode() for name, text in reference.items()})
     files.update(_sources(files))
