@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 
 import c_reference
 import plots
@@ -51,6 +52,8 @@ def main() -> None:
     for path in sorted(SITE.rglob("*")):
         if path.suffix in (".md", ".rst"):
             files[path.relative_to(SITE)] = path.read_bytes()
+    if _first_lines() not in (ROOT / "README.md").read_text():
+        raise SystemExit("README.md does not have the lines of examples/first/first.c")
     for name, text in plots.pictures().items():
         if (ROOT / "docs" / name).read_text() != text:
             raise SystemExit(f"docs/{name} is not what docs/site/plots.py draws: run it")
@@ -64,6 +67,12 @@ def main() -> None:
     files.update(_sources(files))
     _write(folder / "pages", files, site)
     _write_package(folder / "python" / "gradaccum")
+
+
+def _first_lines() -> str:
+    """What the first page shows of the program in C, which a test runs."""
+    text = (ROOT / "examples" / "first" / "first.c").read_text()
+    return textwrap.dedent(text.split("/* begin */\n")[1].split("  /* end */")[0])
 
 
 def _linked(text: str, page: pathlib.Path) -> str:
