@@ -51,7 +51,7 @@ int main(void) {
   int right = is_normalised(x[0], y[0], 3, 5) && is_normalised(x[1], y[1], 3, 5);
 
   /* example: ga_bn_backward_finalize */
-  /* Backward, in WINDOW mode: two passes again, each of which opens every micro-batch. */
+  /* Backward, in WINDOW mode: two passes, each of which opens every micro-batch. */
   for (int k = 0; k < MICROS; ++k) {
     ga_micro_begin(ctx, k, SAMPLES, NULL);
     ga_bn_backward_accumulate(ctx, bn, x[k], dy[k], SAMPLES, 1);
@@ -80,7 +80,7 @@ int main(void) {
   ctx = context();
   ga_bn_add(ctx, "bn", CHANNELS, gamma_id, beta_id, NULL, &bn);
   /* example: ga_bn_forward */
-  /* In MICRO mode, the default: in each micro-batch, forward where x is there, backward where dy is. */
+  /* In MICRO mode, the default: forward and backward in each micro-batch. */
   for (int k = 0; k < MICROS; ++k) {
     ga_bn_forward(ctx, bn, x[k], SAMPLES, 1, y[k]);
     ga_micro_begin(ctx, -1, SAMPLES, NULL);

@@ -12,7 +12,7 @@ static int freed;
 static void backward(int layer) { gradients[layer] = 1; }
 
 /* example: ga_gradients_kept */
-/* Frees every gradient that the library has done with. They were handed over as number 1, 2, 3, ... */
+/* Gives back the gradients that the library will not read again, by their numbers. */
 static void free_gradients(ga_context* ctx, void (*give_back)(int64_t number)) {
   static int64_t next = 1;
   ga_kept_info kept;
@@ -45,12 +45,12 @@ int main(void) {
   /* example: ga_params_ready */
   ga_micro_options last; /* with ga_config.eager = 1 */
   ga_micro_options_init(&last, sizeof last);
-  last.flags = GA_MICRO_LAST; /* the library updates once it knows that no micro-batch follows */
+  last.flags = GA_MICRO_LAST; /* updates begin when no micro-batch is to follow */
   ga_micro_begin(ctx, -1, 32, &last);
   for (int layer = LAYERS - 1; layer >= 0; --layer) {
     backward(layer);
     ga_accumulate_part(ctx, params[layer], &gradients[layer]);
-    ga_params_ready(ctx, &params[layer], 1); /* its gradient of this window is complete */
+    ga_params_ready(ctx, &params[layer], 1); /* no more gradients come to it */
   }
   ga_micro_end(ctx);
   ga_step(ctx, &step); /* decides, and does what is left */

@@ -20,7 +20,7 @@ int main(void) {
   ga_param_options_init(&options, sizeof options);
   options.gradient_dtype = GA_F32;
   options.master = GA_MASTER_NONE;
-  options.rounding = GA_ROUND_STOCHASTIC; /* so that small updates are not lost on average */
+  options.rounding = GA_ROUND_STOCHASTIC; /* so that small updates count on average */
   ga_param_add(ctx, group, "half", half, GA_BF16, 1, (int64_t[]){4}, &options, NULL);
   /* end */
 

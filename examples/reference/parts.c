@@ -48,7 +48,7 @@ int main(void) {
   /* example: ga_accumulate_rows */
   ga_param_options by_rows;
   ga_param_options_init(&by_rows, sizeof by_rows);
-  by_rows.rows = GA_ROWS_LAZY; /* rows without a gradient, and their state, stay as they are */
+  by_rows.rows = GA_ROWS_LAZY; /* rows without a gradient stay as they are */
   const int64_t shape[2] = {ROWS, WIDTH};
   ga_param embedding;
   ga_param_add(ctx, group, "embedding", table, GA_F32, 2, shape, &by_rows, &embedding);
@@ -71,7 +71,8 @@ int main(void) {
   /* example: ga_accumulate_matmul */
   /* y = x W^T, with x [BATCH, IN], dy [BATCH, OUT] and W [OUT, IN]: adds dy^T x. */
   ga_micro_begin(ctx, -1, BATCH, NULL);
-  ga_accumulate_matmul(ctx, matrix, BATCH, dy, OUT, GA_TRANSPOSE, x, IN, GA_NO_TRANSPOSE, GA_F32);
+  ga_accumulate_matmul(ctx, matrix, BATCH, dy, OUT, GA_TRANSPOSE, /* A = dy^T */
+                       x, IN, GA_NO_TRANSPOSE, GA_F32);           /* B = x */
   ga_micro_end(ctx);
   /* end */
 
@@ -80,7 +81,8 @@ int main(void) {
   ga_accumulator_init(&accumulator, sizeof accumulator);
   ga_micro_begin(ctx, -1, BATCH, NULL);
   ga_accumulator_acquire(ctx, written, &accumulator);
-  if (accumulator.data) kernel(&accumulator); /* data = alpha * gradient + beta * data */
+  /* data = alpha * gradient + beta * data */
+  if (accumulator.data) kernel(&accumulator);
   ga_accumulator_release(ctx, written);
   ga_micro_end(ctx);
   /* end */

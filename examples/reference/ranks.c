@@ -22,14 +22,14 @@ static void* train(void* argument) {
   ga_context* ctx = context_of(NULL, &rank->w, 1);
 
   /* example: ga_comm_create ga_context_set_comm */
-  ga_comm_config config; /* on each thread; id is that of ga_comm_unique_id, called once */
+  ga_comm_config config; /* on each thread */
   ga_comm_config_init(&config, sizeof config, GA_COMM_LOCAL);
   config.rank = rank->number;
   config.ranks = RANKS;
-  config.id = id;
+  config.id = id; /* made once, by ga_comm_unique_id */
   ga_comm* comm;
   ga_comm_create(&config, &comm);
-  ga_context_set_comm(ctx, comm, NULL); /* after groups and parameters, the same on every rank */
+  ga_context_set_comm(ctx, comm, NULL); /* after groups and parameters were added */
   /* end */
 
   ga_accumulate(ctx, (const void*[]){&rank->gradient}, 1, rank->samples, NULL);
@@ -42,7 +42,7 @@ static void* train(void* argument) {
 
 int main(void) {
   /* example: ga_comm_unique_id */
-  ga_comm_unique_id(GA_COMM_LOCAL, id, sizeof id); /* one rank, before the others join */
+  ga_comm_unique_id(GA_COMM_LOCAL, id, sizeof id); /* one rank, before others join */
   /* end */
   Rank ranks[RANKS] = {{0, 3, 1, 0, 1}, {1, 1, 5, 0, 1}};
   pthread_t threads[RANKS];

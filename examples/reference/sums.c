@@ -20,7 +20,7 @@ int main(void) {
   ga_context* ctx = context_of(&config, w, 2);
 
   /* example: ga_micro_end */
-  /* backward adds to sums, so the micro-batches before the last one are only counted. */
+  /* backward adds to sums; the micro-batches before the last one are only counted. */
   for (int micro = 0; micro < 3; ++micro) {
     backward(16);
     ga_micro_begin(ctx, -1, 16, NULL);

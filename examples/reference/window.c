@@ -19,8 +19,8 @@ int main(void) {
   /* example: ga_context_create */
   ga_config config;
   ga_config_init(&config, sizeof config);
-  config.nonfinite = GA_NONFINITE_DROP_MICRO; /* drop a micro-batch that holds a NaN, and go on */
-  config.accum_steps = 3;                     /* a window is full after 3 micro-batches */
+  config.nonfinite = GA_NONFINITE_DROP_MICRO; /* leave out what holds a NaN */
+  config.accum_steps = 3;                     /* a full window has 3 micro-batches */
   ga_context* ctx;
   ga_context_create(&config, &ctx);
   /* end */
@@ -45,7 +45,7 @@ int main(void) {
   /* example: ga_accumulate */
   const int samples[3] = {32, 32, 7};
   for (int micro = 0; micro < 3; ++micro) {
-    backward(micro);                     /* your code: means over the micro-batch's samples */
+    backward(micro);                     /* your code: means over its samples */
     const void* gradients[2] = {dw, db}; /* in the order of ga_param_add */
     ga_accumulate(ctx, gradients, 2, samples[micro], NULL);
   }
@@ -56,9 +56,9 @@ int main(void) {
   ga_step_result_init(&step, sizeof step);
   ga_step(ctx, &step);
   if (step.outcome == GA_STEP_APPLIED) {
-    printf("step %lld from %g samples: norm %g\n", (long long)step.steps, step.weight, step.norm);
+    printf("step of %g samples, norm %g\n", step.weight, step.norm);
   } else {
-    printf("window %lld was skipped: outcome %d\n", (long long)step.windows, (int)step.outcome);
+    printf("skipped: outcome %d\n", (int)step.outcome);
   }
   /* end */
 

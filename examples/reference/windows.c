@@ -24,7 +24,7 @@ static void step_if_full(ga_context* ctx) {
 /* end */
 
 /* example: ga_micro_options_init */
-/* The last micro-batch of an epoch ends its window, however many micro-batches are in it. */
+/* The last micro-batch of an epoch ends its window, however many are in it. */
 static void accumulate_last(ga_context* ctx, const float* gradient, double weight) {
   ga_micro_options last;
   ga_micro_options_init(&last, sizeof last);
@@ -34,7 +34,7 @@ static void accumulate_last(ga_context* ctx, const float* gradient, double weigh
 /* end */
 
 /* example: ga_discard */
-/* Under GA_NONFINITE_FAIL, ga_step keeps a window with an infinity or NaN until the program has seen it. */
+/* Under GA_NONFINITE_FAIL, ga_step leaves a window that is not finite as it is. */
 static int step_or_drop(ga_context* ctx) {
   if (ga_step(ctx, NULL) != GA_ERROR_NONFINITE) return 1;
   fprintf(stderr, "%s\n", ga_last_error());
