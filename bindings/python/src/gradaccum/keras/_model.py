@@ -329,12 +329,12 @@ def _check_alone(model: Any) -> None:
     if strategy is not None and strategy.num_replicas_in_sync > 1:
         raise ValueError(
             "the model was made under a tf.distribute strategy of several replicas, and one is supported: let each "
-            "replica be a process, a rank, see «What is not there» in docs/keras.md"
+            "replica be a process, a rank, see «What gradaccum.keras does not have» in docs/keras.md"
         )
     if keras.distribution.distribution() is not None:
         raise ValueError(
             "a keras.distribution is set, and one device is supported: let each device have a process, a rank, see "
-            "«What is not there» in docs/keras.md"
+            "«What gradaccum.keras does not have» in docs/keras.md"
         )
     if _torch_processes() > 1:
         raise ValueError(

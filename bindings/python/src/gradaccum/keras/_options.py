@@ -35,7 +35,7 @@ class Options:
         if experimental_distributed_support:
             raise ValueError(
                 "experimental_distributed_support was True, but one process trains a model here: several train it as "
-                "ranks, see «What is not there» in docs/keras.md"
+                "ranks, see «What gradaccum.keras does not have» in docs/keras.md"
             )
         if use_agc:
             if clip is not None:
