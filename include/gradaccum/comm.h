@@ -282,6 +282,10 @@ GA_API ga_status ga_context_set_comm(ga_context* ctx, ga_comm* comm,
    whole_shape, first: [rank] numbers, copied; may be NULL if rank is 0. copies: ranks that have the
    same part, >= 1, the lowest of which counts its squares. Without this call, the rank has all of
    the parameter, and no other rank has it. Between windows, on every rank.
+   After it, blocks of state in 8 bits lie in rows of the whole (indices of the first axis): they have
+   the largest power of two of elements, up to 256, that divides a row, and where that is less than 16,
+   the state is f32. GA_ERROR_UNSUPPORTED in ga_context_set_comm: the part is cut within such a block.
+   GA_ERROR_INVALID_STATE: the parameter has state in other blocks already.
    GA_ERROR_INVALID_ARGUMENT: the part is not within the whole. Ranks that leave holes or overlap
    are GA_ERROR_COMMUNICATION in ga_context_set_comm, or in the next ga_step. */
 GA_API ga_status ga_param_set_part(ga_context* ctx, ga_param param, const int64_t* whole_shape,

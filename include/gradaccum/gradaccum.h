@@ -195,9 +195,9 @@ enum {
   GA_I32 = 5,  /* integers of 32 bits, for indices */
   GA_I64 = 6,  /* integers of 64 bits, for indices */
   GA_U8 = 7,   /* bytes: codes of GA_STATE_8BIT */
-  /* Only as ga_optimizer.state_dtype. Each block of 256 elements of a parameter has a scale in f32,
-     the largest magnitude in the block, and an 8-bit float for each element, as a fraction of the
-     scale. Zero and the largest element are exact. An octave has eight codes, over 31.7 octaves
+  /* Only as ga_optimizer.state_dtype. Each block of 256 elements of a parameter (or fewer, see
+     ga_rows and ga_param_set_part) has a scale in f32, the largest magnitude in the block, and an
+     8-bit float for each element, as a fraction of the scale. Zero and the largest element are exact. An octave has eight codes, over 31.7 octaves
      where state is never negative and over 15.7 where it has a sign. A step rounds
      stochastically. */
   GA_STATE_8BIT = 16
@@ -1158,7 +1158,9 @@ enum {
   GA_ROWS_NONE = 0,  /* ga_accumulate_rows is not legal for the parameter */
   GA_ROWS_DENSE = 1, /* a step with a gradient of zeros */
   GA_ROWS_LAZY = 2   /* they and their state stay as they are, also under GA_MISSING_ZERO; for
-                        SGD (dampening 0), ADAM, ADAMW, ADAGRAD and ROWWISE_ADAGRAD */
+                        SGD (dampening 0), ADAM, ADAMW, ADAGRAD and ROWWISE_ADAGRAD. With
+                        GA_STATE_8BIT, a row has a multiple of 16 elements, and its own blocks of
+                        the largest power of two, up to 256, that divides it */
 };
 
 /* Options of a parameter. */

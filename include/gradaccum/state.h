@@ -19,7 +19,8 @@ extern "C" {
      "exp_avg", ...   optimizer state, under its name in torch.optim, or in timm if torch lacks the
                       optimizer, whatever the flavor; docs/reference.md has the list
      "exp_avg_scale"  and so on: with GA_STATE_8BIT, the scales of the codes in "exp_avg"; f32, one
-                      for every 256 elements of the parameter from its first on
+                      for every 256 elements of the parameter from its first on, or for fewer with
+                      GA_ROWS_LAZY and after ga_param_set_part
      "step"           GA_I64, the updates of this parameter. GA_FLAVOR_TORCH; other flavors count
                       the context's steps, see ga_context_set_steps
      "mu_product"     GA_F64. GA_OPTIMIZER_NADAM, GA_FLAVOR_TORCH
