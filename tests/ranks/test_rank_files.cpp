@@ -181,6 +181,7 @@ TEST(RankFiles, OtherBlocksOf8Bits) {
   const std::string path = folder / "run.ga";
   const Boxes halves = {{80, 96}, {{{0, 0}, {40, 96}}, {{40, 0}, {40, 96}}}};
   const Tensor want = train_boxes(halves, "", path);
+  EXPECT_NE(contents(path + ".1.rank0").find("code_block=32"), std::string::npos);
   for (const bool as_part : {false, true}) {
     Context ctx(summing());
     ga_optimizer o = optimizer(GA_OPTIMIZER_ADAMW);
