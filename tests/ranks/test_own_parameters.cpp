@@ -501,14 +501,15 @@ TEST(OwnParameters, WhatDoesNotGoTogether) {
 TEST(OwnParameters, BlocksOfStateAreWhole) {
   ga_optimizer coded = optimizer(GA_OPTIMIZER_ADAMW);
   coded.state_dtype = GA_STATE_8BIT;
-  const auto join = [&](int64_t columns, int64_t cut, bool fits) {
+  // [40, middle, columns], cut in two along the last axis.
+  const auto join = [&](int64_t middle, int64_t columns, int64_t cut, bool fits) {
     on_ranks(2, [&](int32_t r, ga_comm* comm) {
       Context ctx(summing());
       ctx.group(coded);
       const int64_t mine = r == 0 ? cut : columns - cut;
-      std::vector<float> p(static_cast<size_t>(40 * mine));
-      const ga_param id = ctx.param(0, "w", p.data(), ref::Shape{40, mine});
-      const int64_t whole[] = {40, columns}, first[] = {0, r * cut};
+      std::vector<float> p(static_cast<size_t>(40 * middle * mine));
+      const ga_param id = ctx.param(0, "w", p.data(), ref::Shape{40, middle, mine});
+      const int64_t whole[] = {40, middle, columns}, first[] = {0, 0, r * cut};
       ASSERT_OK(ga_param_set_part(ctx, id, whole, first, 1));
       const ga_comm_options options = own_parameters();
       if (!fits)
@@ -518,15 +519,18 @@ TEST(OwnParameters, BlocksOfStateAreWhole) {
       ga_state_info info;
       ASSERT_OK(ga_state_info_init(&info, sizeof info));
       ASSERT_OK(ga_state_describe(ctx, id, 0, &info));
-      EXPECT_EQ(info.dtype, columns % 16 == 0 ? GA_U8 : GA_F32) << columns;
+      EXPECT_EQ(info.dtype, middle * columns % 16 == 0 ? GA_U8 : GA_F32) << columns;
     });
   };
-  join(512, 256, true);
-  join(512, 128, false);
-  join(512, 300, false);
-  join(192, 64, true);
-  join(192, 96, false);
-  join(300, 4, true);  // f32: its rows have no whole blocks
+  join(1, 512, 256, true);
+  join(1, 512, 128, false);
+  join(1, 512, 300, false);
+  join(1, 192, 64, true);
+  join(1, 192, 96, false);
+  join(2, 96, 64, false);  // in the second of its indices, the axis begins within a block
+  join(2, 128, 64, false);
+  join(3, 128, 64, false);
+  join(1, 300, 4, true);  // f32: its rows have no whole blocks
 
   Context ctx(summing());
   ctx.group(coded);
