@@ -3,11 +3,9 @@
 """Writes low_bit.hpp, beside this file: what bitsandbytes' and torchao's optimizers with state in 8
 bits make of a few blocks of 256 elements in three steps on the CPU.
 
-    python3 -m venv venv
-    venv/bin/pip install torch==2.15.0 numpy==2.4.6 bitsandbytes==0.50.2 torchao==0.18.0
-    venv/bin/python make_low_bit.py
+    $(tests/environments low_bit) tests/oracle/make_low_bit.py
 
-These are the versions that it was last run with. NumPy computes every step here too, and must arrive
+NumPy computes every step here too, and must arrive
 at the bits of bitsandbytes' parameters, codes and scales. So this is what bitsandbytes does:
 
 Codes. A number is map[code] * absmax. The maps are sorted. The signed one has 0 at 127, 1 at 255, and
