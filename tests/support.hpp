@@ -120,6 +120,30 @@ inline double group_lr(const ga_context* ctx, ga_group group = 0) {
   return lr;
 }
 
+// All arrays of state of a parameter, in their order.
+inline std::vector<ga_state_info> states_of(const ga_context* ctx, ga_param param) {
+  int32_t count = 0;
+  EXPECT_OK(ga_state_count(ctx, param, &count));
+  std::vector<ga_state_info> list(static_cast<size_t>(count));
+  for (int32_t k = 0; k < count; ++k) {
+    ga_state_info& info = list[static_cast<size_t>(k)];
+    EXPECT_OK(ga_state_info_init(&info, sizeof info));
+    EXPECT_OK(ga_state_describe(ctx, param, k, &info));
+  }
+  return list;
+}
+
+// Such an array as it is kept.
+inline std::string state_bytes(ga_context* ctx, ga_param param, const ga_state_info& info) {
+  const int64_t size = info.dtype == GA_F64 || info.dtype == GA_I64 ? 8
+                       : info.dtype == GA_F32                       ? 4
+                       : info.dtype == GA_U8                        ? 1
+                                                                    : 2;
+  std::string bytes(static_cast<size_t>(info.count * size), '\0');
+  EXPECT_OK(ga_state_get(ctx, param, info.name, bytes.data(), info.dtype, info.count)) << info.name;
+  return bytes;
+}
+
 template <class T>
 constexpr int32_t dtype_of() {
   return std::is_same_v<T, double> ? GA_F64 : GA_F32;

@@ -284,12 +284,7 @@ TEST(Bits, OfCodes) {
             }
             hash.add(p);
             hash.add(q);
-            int32_t count = 0;
-            EXPECT_OK(ga_state_count(ctx, id, &count));
-            for (int32_t k = 0; k < count; ++k) {
-              ga_state_info info;
-              EXPECT_OK(ga_state_info_init(&info, sizeof info));
-              EXPECT_OK(ga_state_describe(ctx, id, k, &info));
+            for (const ga_state_info& info : states_of(ctx, id)) {
               if (info.dtype != GA_U8 && info.dtype != GA_F32) continue;
               Tensor state(GA_F32, info.count);
               EXPECT_OK(ga_state_get(ctx, id, info.name, state.data(), GA_F32, info.count));

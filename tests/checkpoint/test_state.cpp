@@ -3,7 +3,6 @@
 // The state of a parameter by name: which arrays there are, that a run goes on from them as if it had
 // not been interrupted, and that a state put back to the beginning is that of a new parameter.
 #include <iterator>
-#include <map>
 #include <sstream>
 
 #include "formats.hpp"
@@ -14,41 +13,20 @@ namespace {
 struct StateArray {
   int32_t dtype;
   int64_t count;
-  std::vector<uint8_t> bytes;
+  std::string bytes;
 };
-
-size_t size_of(int32_t dtype) { return dtype == GA_I64 ? 8 : format(dtype).size; }
-
-ga_state_info describe(const ga_context* ctx, ga_param param, int32_t index) {
-  ga_state_info info;
-  EXPECT_OK(ga_state_info_init(&info, sizeof info));
-  EXPECT_OK(ga_state_describe(ctx, param, index, &info));
-  return info;
-}
-
-std::vector<ga_state_info> states(const ga_context* ctx, ga_param param) {
-  int32_t count = -1;
-  EXPECT_OK(ga_state_count(ctx, param, &count));
-  std::vector<ga_state_info> list;
-  for (int32_t i = 0; i < count; ++i) list.push_back(describe(ctx, param, i));
-  return list;
-}
 
 std::vector<std::string> names(const ga_context* ctx, ga_param param) {
   std::vector<std::string> list;
-  for (const ga_state_info& s : states(ctx, param)) list.push_back(s.name);
+  for (const ga_state_info& s : states_of(ctx, param)) list.push_back(s.name);
   return list;
 }
 
 // Everything that the library keeps for a parameter, as a program would save it.
 std::vector<std::pair<std::string, StateArray>> saved(ga_context* ctx, ga_param param) {
   std::vector<std::pair<std::string, StateArray>> list;
-  for (const ga_state_info& s : states(ctx, param)) {
-    StateArray a = {s.dtype, s.count,
-                    std::vector<uint8_t>(static_cast<size_t>(s.count) * size_of(s.dtype))};
-    EXPECT_OK(ga_state_get(ctx, param, s.name, a.bytes.data(), a.dtype, a.count)) << s.name;
-    list.emplace_back(s.name, a);
-  }
+  for (const ga_state_info& s : states_of(ctx, param))
+    list.emplace_back(s.name, StateArray{s.dtype, s.count, state_bytes(ctx, param, s)});
   return list;
 }
 
@@ -248,7 +226,7 @@ TEST(StateNames, AreThoseOfTorch) {
         EXPECT_EQ(names(ctx, 0), expected);
         expected.push_back("master");
         EXPECT_EQ(names(ctx, 1), expected);
-        for (const ga_state_info& s : states(ctx, 1)) {
+        for (const ga_state_info& s : states_of(ctx, 1)) {
           const std::string name = s.name;
           const bool number = std::count(numbers.begin(), numbers.end(), name) > 0;
           if (name == "step" || number || name == "master") {

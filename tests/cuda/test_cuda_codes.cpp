@@ -17,12 +17,7 @@ int64_t elements(const Shape& shape) {
 // Records all state of a parameter, with params_tolerance where it follows the parameter. Codes are recorded as
 // numbers.
 void note_state(Machine& m, ga_param id) {
-  int32_t count = 0;
-  ASSERT_OK(ga_state_count(m, id, &count));
-  for (int32_t k = 0; k < count; ++k) {
-    ga_state_info info;
-    ASSERT_OK(ga_state_info_init(&info, sizeof info));
-    ASSERT_OK(ga_state_describe(m, id, k, &info));
+  for (const ga_state_info& info : states_of(m, id)) {
     const std::string what = info.name + (" of " + std::to_string(id));
     m.note(what + ", dtype", int64_t{info.dtype});
     if (info.dtype == GA_I64) {

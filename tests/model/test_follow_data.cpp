@@ -142,19 +142,9 @@ class Net {
   }
   std::map<std::string, std::string> state() {
     std::map<std::string, std::string> all;
-    for (ga_param id = 0; id < 3; ++id) {
-      int32_t count = 0;
-      EXPECT_OK(ga_state_count(ctx, id, &count));
-      for (int32_t k = 0; k < count; ++k) {
-        ga_state_info info;
-        EXPECT_OK(ga_state_info_init(&info, sizeof info));
-        EXPECT_OK(ga_state_describe(ctx, id, k, &info));
-        std::string bytes(static_cast<size_t>(info.count) * format(info.dtype).size, '\0');
-        if (info.dtype == GA_I64) bytes.resize(static_cast<size_t>(info.count) * 8);
-        EXPECT_OK(ga_state_get(ctx, id, info.name, bytes.data(), info.dtype, info.count));
-        all[std::string(names_[id]) + "." + info.name] = bytes;
-      }
-    }
+    for (ga_param id = 0; id < 3; ++id)
+      for (const ga_state_info& s : states_of(ctx, id))
+        all[std::string(names_[id]) + "." + s.name] = state_bytes(ctx, id, s);
     return all;
   }
 

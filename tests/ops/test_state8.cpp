@@ -22,14 +22,7 @@ ga_optimizer coded(ga_optimizer o) {
 
 std::map<std::string, ga_state_info> states(const ga_context* ctx, ga_param param) {
   std::map<std::string, ga_state_info> list;
-  int32_t count = -1;
-  EXPECT_OK(ga_state_count(ctx, param, &count));
-  for (int32_t k = 0; k < count; ++k) {
-    ga_state_info info;
-    EXPECT_OK(ga_state_info_init(&info, sizeof info));
-    EXPECT_OK(ga_state_describe(ctx, param, k, &info));
-    list[info.name] = info;
-  }
+  for (const ga_state_info& s : states_of(ctx, param)) list[s.name] = s;
   return list;
 }
 

@@ -21,20 +21,7 @@ ga_comm_options sharded(bool on = true) {
 // All state of a parameter, by name.
 std::map<std::string, std::string> state_of(ga_context* ctx, ga_param id) {
   std::map<std::string, std::string> all;
-  int32_t count = 0;
-  EXPECT_OK(ga_state_count(ctx, id, &count));
-  for (int32_t k = 0; k < count; ++k) {
-    ga_state_info info;
-    EXPECT_OK(ga_state_info_init(&info, sizeof info));
-    EXPECT_OK(ga_state_describe(ctx, id, k, &info));
-    const int64_t size = info.dtype == GA_U8     ? 1
-                         : info.dtype == GA_BF16 ? 2
-                         : info.dtype == GA_F32  ? 4
-                                                 : 8;
-    std::string bytes(static_cast<size_t>(info.count * size), '\0');
-    EXPECT_OK(ga_state_get(ctx, id, info.name, bytes.data(), info.dtype, info.count));
-    all[info.name] = bytes;
-  }
+  for (const ga_state_info& s : states_of(ctx, id)) all[s.name] = state_bytes(ctx, id, s);
   return all;
 }
 
