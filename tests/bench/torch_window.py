@@ -62,7 +62,7 @@ class Optimizer(c.Structure):
         ("nesterov", c.c_int32),
         ("amsgrad", c.c_int32),
         ("maximize", c.c_int32),
-        ("reserved", c.c_int32),
+        ("state_dtype", c.c_int32),
     ]
 
 
@@ -115,7 +115,7 @@ class Library:
 class Window:
     """A context over PyTorch's parameters: AdamW, clipped by the global norm; sums, as in PyTorch."""
 
-    def __init__(self, library, parameters, threads, life):
+    def __init__(self, library, parameters, threads, life, state_dtype=0, max_norm=MAX_NORM):
         self.library, ga, check = library, library.ga, library.check
         config = Config()
         check(ga.ga_config_init(c.byref(config), c.c_size_t(c.sizeof(config))))
@@ -128,12 +128,12 @@ class Window:
                 c.byref(adamw), c.c_size_t(c.sizeof(adamw)), GA_OPTIMIZER_ADAMW, GA_FLAVOR_TORCH
             )
         )
-        adamw.lr = LR
+        adamw.lr, adamw.state_dtype = LR, state_dtype
         group = c.c_int32()
         check(ga.ga_group_add(self.context, c.byref(adamw), c.byref(group)))
         clip = Clip()
         check(ga.ga_clip_init(c.byref(clip), c.c_size_t(c.sizeof(clip))))
-        clip.scope, clip.max_norm = GA_CLIP_GLOBAL, MAX_NORM
+        clip.scope, clip.max_norm = GA_CLIP_GLOBAL, max_norm
         check(ga.ga_context_set_clip(self.context, c.byref(clip)))
         for k, p in enumerate(parameters):
             shape = (c.c_int64 * p.dim())(*p.shape)
@@ -232,12 +232,12 @@ class Report:
         )
         self.entries[name] = entry
 
-    def write(self, path, machine):
+    def write(self, path, machine, key="machine_torch"):
         entries = {}
         if os.path.exists(path):
             with open(path) as file:
                 entries = json.load(file)
-        entries["machine_torch"] = {"text": machine}
+        entries[key] = {"text": machine}
         entries.update(self.entries)
         with open(path, "w") as file:
             file.write(
