@@ -89,6 +89,14 @@ class Row(NamedTuple):
     heading: str = ""
 
 
+class Panel(NamedTuple):
+    """Points of several runs with a line for each run: the figures of each series, over a number of the series."""
+
+    name: str
+    across: list[float]
+    up: list[list[float]]
+
+
 def _values(value: float | list[float]) -> list[float]:
     return sorted(value) if isinstance(value, list) else [value]
 
@@ -166,20 +174,23 @@ def _eager(tables: dict[str, Any]) -> str:
 
 
 def _low_bit(tables: dict[str, Any]) -> str:
-    rows = _of_machines(tables["bytes"], ("f32", "bf16", "8bit"))
+    keys = ("f32", "bf16", "8bit")
+    rows = _of_machines(tables["bytes"], keys)
     rows[0] = rows[0]._replace(heading="bytes for an element, with parameters of")
-    bars = [Bar(i, _values([row[key] for row in tables["losses"]])) for i, key in ((0, "f32"), (2, "8bit"))]
-    ends = [Bar(bar.series, [bar.values[0], bar.values[-1]]) for bar in bars]
-    rows.append(Row("of five seeds", ends, "the loss that a transformer ends with"))
-    return _bars(rows, ("state in f32", "in bf16", "in 8 bits"))
+    across = [tables["bytes"][0][key] for key in keys]
+    panels = [
+        Panel(name, across, [sum((_list(row[key]) for row in tables[table]), []) for key in keys])
+        for name, table in (("loss of a transformer, by bytes", "losses"), ("accuracy on Fashion-MNIST", "accuracies"))
+    ]
+    return _bars(rows, ("state in f32", "in bf16", "in 8 bits"), panels=panels)
 
 
 COLOURS = ("#1f4e79", "#3d8fc4", "#8a8f98")
 LEFT, WIDTH = 232, 340  # of the bars
 
 
-def _bars(rows: Sequence[Row], series: Sequence[str], logarithmic: bool = False) -> str:
-    """Horizontal bars from 0; logarithmic ones from 1, to the left of which the library loses."""
+def _bars(rows: Sequence[Row], series: Sequence[str], logarithmic: bool = False, panels: Sequence[Panel] = ()) -> str:
+    """Horizontal bars from 0; logarithmic ones from 1, to the left of which the library loses. Panels below them."""
     marks: list[float] = [mark for row in rows for bar in row.bars for mark in [*bar.values, *(bar.target or ())[1:]]]
     least, most = min(marks), max(marks)
 
@@ -204,7 +215,24 @@ def _bars(rows: Sequence[Row], series: Sequence[str], logarithmic: bool = False)
             top = y - 16 * len(row.bars) - 5
             lines.append(f'<line x1="{origin:.1f}" x2="{origin:.1f}" y1="{top}" y2="{y + 3}" stroke="black"/>')
         y += 8
-    return _svg(y, lines)
+    for i, panel in enumerate(panels):
+        lines += _panel(panel, 12 + 340 * i, y)
+    return _svg(y + 200 * bool(panels), lines)
+
+
+def _panel(panel: Panel, x: int, y: int) -> Iterator[str]:
+    least, most = min(map(min, panel.up)), max(map(max, panel.up))
+    columns = [x + 80 + 200 * (n - min(panel.across)) / (max(panel.across) - min(panel.across)) for n in panel.across]
+    points = [[y + 160 - 120 * (value - least) / (most - least) for value in values] for values in panel.up]
+    yield f'<text x="{x}" y="{y + 16}" fill="#222" font-weight="bold">{panel.name}</text>'
+    for value, height in ((most, y + 44), (least, y + 164)):
+        yield f'<text x="{x + 50}" y="{height}" text-anchor="end" font-size="12" fill="#222">{value:.4g}</text>'
+    for run in zip(*points, strict=True):
+        line = " ".join(f"{column:.1f},{height:.1f}" for column, height in sorted(zip(columns, run, strict=True)))
+        yield f'<polyline points="{line}" fill="none" stroke="#ccc"/>'
+    for colour, column, n, heights in zip(COLOURS, columns, panel.across, points, strict=True):
+        yield from (f'<circle cx="{column:.1f}" cy="{height:.1f}" r="4" fill="{colour}"/>' for height in heights)
+        yield f'<text x="{column:.1f}" y="{y + 186}" text-anchor="middle" font-size="12" fill="#222">{n:g}</text>'
 
 
 def _legend(series: Sequence[str]) -> Iterator[str]:
