@@ -317,6 +317,7 @@ Source OwnParameters::gradient_of(size_t i) const {
 }
 
 void OwnParameters::lay_out_sums() {
+  if (laid_out_) return;
   first_chunks_.clear();
   size_t chunks = 0;
   for (const Param& p : model_.params) {
@@ -324,8 +325,10 @@ void OwnParameters::lay_out_sums() {
     chunks += static_cast<size_t>(chunk_count(p.count));
   }
   chunks_.resize(chunks);
+  ahead_.resize(model_.params.size());
   model_.arrays.reserve(std::max(static_cast<int64_t>(chunks), model_.arrays.chunks()),
                         model_.params.size());
+  laid_out_ = true;
 }
 
 BinnedTask OwnParameters::task_of(size_t i) {
@@ -341,7 +344,7 @@ const BinnedTask* OwnParameters::sum_ahead(ga_param id) {
 
 void OwnParameters::sum_squares() {
   tasks_.clear();
-  if (weight_ahead_ == 0) lay_out_sums();
+  lay_out_sums();
   const auto has_gradient = [](const Param& p) {
     return !p.frozen && p.held() != Held::kNothing && p.count > 0;
   };
@@ -393,7 +396,7 @@ WindowSums OwnParameters::brought() const {
 }
 
 void OwnParameters::meet_ahead(double weight) {
-  if (weight_ahead_ != 0) return;  // the last micro-batch is opened again
+  if (weight_ahead_ != 0) return lay_out_sums();  // the last micro-batch is opened again
   sums_.clear();
   Message own = message(kFull, "ga_micro_begin");
   own.weight = weight;
@@ -401,7 +404,6 @@ void OwnParameters::meet_ahead(double weight) {
     if (!checked_) check();
     checked_ = true;
     lay_out_sums();
-    ahead_.resize(model_.params.size());
   });
   own.failed = failure.has_value();
   gather(own, failure, "ga_micro_begin");

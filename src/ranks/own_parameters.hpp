@@ -36,6 +36,7 @@ class OwnParameters final : public Ranks, private Agreement {
   void forget_settings(bool tensors) override {
     checked_ = settings_known_ = false;
     parts_known_ = parts_known_ && !tensors;
+    laid_out_ = laid_out_ && !tensors;
   }
   bool has_own_parameters() const override { return true; }
   Samples samples() const override { return {data_ranks(), data_rank(), reduced_over_}; }
@@ -133,6 +134,7 @@ class OwnParameters final : public Ranks, private Agreement {
   std::vector<BinnedTask> tasks_, ahead_;  // ahead_: by parameter
   std::vector<BinnedSum> chunks_;          // sums of chunks, parameter behind parameter
   std::vector<size_t> first_chunks_;       // of each parameter
+  bool laid_out_ = false;                  // these are those of the parameters that there are
   double weight_ahead_ = 0;
   WindowSums window_ = {};
   int64_t nonfinite_at_ = -1;  // as Control has it

@@ -113,6 +113,48 @@ TEST(OwnEager, RanksThatDiffer) {
   });
 }
 
+// A last micro-batch that was aborted is opened again, with another weight and with a parameter that has come since.
+TEST(OwnEager, OpenedAgainWithOneMoreParameter) {
+  on_ranks(2, [&](int32_t r, ga_comm* comm) {
+    ga_config c = summing();
+    c.eager = 1;
+    Context ctx(c);
+    ctx.group(plain_sgd());
+    constexpr int64_t kFew = 1000, kMany = 300000;
+    std::vector<float> p(kFew), q(kMany), g(kMany, 2.0f);
+    const auto add = [&](const char* name, std::vector<float>& data) {
+      const auto count = static_cast<int64_t>(data.size());
+      const ga_param id = ctx.param(0, name, data.data(), ref::Shape{count});
+      const int64_t whole = 2 * count, first = count * r;
+      EXPECT_OK(ga_param_set_part(ctx, id, &whole, &first, 1));
+      return id;
+    };
+    std::vector<ga_param> ids = {add("few", p)};
+    ga_comm_options o = comm_options();
+    o.shard = GA_SHARD_PARAMETERS;
+    ASSERT_OK(ga_context_set_comm(ctx, comm, &o));
+    ga_micro_options last;
+    ASSERT_OK(ga_micro_options_init(&last, sizeof last));
+    last.flags = GA_MICRO_LAST;
+    ASSERT_OK(ga_micro_begin(ctx, -1, 1, &last));
+    ASSERT_OK(ga_micro_abort(ctx));
+    ids.push_back(add("many", q));
+    ASSERT_OK(ga_micro_begin(ctx, -1, 4, &last));
+    for (const ga_param id : ids) ASSERT_OK(ga_accumulate_part(ctx, id, g.data()));
+    ASSERT_OK(ga_params_ready(ctx, ids.data(), 2));
+    ASSERT_OK(ga_micro_end(ctx));
+    // The mean over 2 ranks, times 2 / 8.
+    const ga_step_result result = step(ctx);
+    EXPECT_EQ(result.weight, 8);
+    EXPECT_EQ(result.norm, 0.5 * std::sqrt(2.0 * (kFew + kMany)));
+    EXPECT_EQ(result.eager, 2);
+    EXPECT_EQ(result.eager_redone, 2)
+        << "they were computed with the weight of the micro-batch before";
+    EXPECT_EQ(p, std::vector<float>(kFew, -0.5f));
+    EXPECT_EQ(q, std::vector<float>(kMany, -0.5f));
+  });
+}
+
 // What is summed ahead is not summed again: the squares of gradients that the program changes after they were ready are
 // those from before. (It may not change them; here that tells who has read them.)
 TEST(OwnEager, SquaresAreSummedOnce) {
