@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Updates ahead of ga_step (ga_config.eager) on ranks with parameters of their own.
+#include <algorithm>
+#include <cstdlib>
+
 #include "own_parameters.hpp"
 
 namespace ga::test {
@@ -155,18 +158,28 @@ TEST(OwnEager, OpenedAgainWithOneMoreParameter) {
   });
 }
 
-// What is summed ahead is not summed again: the squares of gradients that the program changes after they were ready are
-// those from before. (It may not change them; here that tells who has read them.)
+// What is summed ahead is not summed again: the norm is that of the gradients that were ready, also where the test
+// writes to the accumulator before ga_step, which tells who reads it.
 TEST(OwnEager, SquaresAreSummedOnce) {
   on_ranks(2, [&](int32_t r, ga_comm* comm) {
+    constexpr int64_t kCount = 1000;
     ga_config c = summing();
     c.eager = 1;
-    c.gradient_life = GA_GRADIENTS_LIVE;
+    std::vector<std::pair<float*, size_t>> arrays;
+    c.allocate = [](void* user, size_t bytes, ga_device, void*) {
+      const size_t whole = (bytes + 63) / 64 * 64;
+      void* const memory = std::aligned_alloc(64, whole);
+      static_cast<decltype(arrays)*>(user)->emplace_back(static_cast<float*>(memory),
+                                                         bytes / sizeof(float));
+      return memory;
+    };
+    c.free = [](void*, void* memory, size_t, ga_device, void*) { std::free(memory); };
+    c.allocator_user = &arrays;
     Context ctx(c);
     ctx.group(plain_sgd());
-    std::vector<float> p(1000), g(1000, 2.0f);
-    const ga_param id = ctx.param(0, "w", p.data(), ref::Shape{1000});
-    const int64_t whole = 2000, first = 1000 * r;
+    std::vector<float> p(kCount), g(kCount, 2.0f);
+    const ga_param id = ctx.param(0, "w", p.data(), ref::Shape{kCount});
+    const int64_t whole = 2 * kCount, first = kCount * r;
     ASSERT_OK(ga_param_set_part(ctx, id, &whole, &first, 1));
     ga_comm_options o = comm_options();
     o.shard = GA_SHARD_PARAMETERS;
@@ -178,8 +191,31 @@ TEST(OwnEager, SquaresAreSummedOnce) {
     ASSERT_OK(ga_accumulate_part(ctx, id, g.data()));
     ASSERT_OK(ga_params_ready(ctx, &id, 1));
     ASSERT_OK(ga_micro_end(ctx));
-    g.assign(1000, 3.0f);
+    int written = 0;
+    for (const auto& [array, count] : arrays) {
+      float* const end = array + count;
+      float* const at = std::search_n(array, end, kCount, 2.0f);
+      if (at == end) continue;
+      std::fill_n(at, kCount, 3.0f);
+      ++written;
+    }
+    EXPECT_EQ(written, 1);
     EXPECT_EQ(step(ctx).norm, 2 * std::sqrt(2000));
+  });
+}
+
+// The weight of the window before is not taken for that of the next one.
+TEST(OwnEager, EachWindowHasAWeightOfItsOwn) {
+  on_ranks(2, [&](int32_t r, ga_comm* comm) {
+    Rank rank(eager(unclipped(), 0), r, 2);
+    rank.join(comm);
+    for (int64_t window = 0; window < 3; ++window) {
+      for (int64_t micro = window; micro < kMicros; ++micro) rank.accumulate(window, micro);
+      const ga_step_result result = step(rank.ctx);
+      EXPECT_EQ(result.weight, 12 * (kMicros - window));
+      EXPECT_EQ(result.eager, parameters_of(r, 2));
+      EXPECT_EQ(result.eager_redone, 0);
+    }
   });
 }
 
