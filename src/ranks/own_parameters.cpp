@@ -5,6 +5,8 @@
 #include <cmath>
 #include <cstring>
 #include <map>
+#include <set>
+#include <tuple>
 
 #include "batchnorm/batchnorm.hpp"
 #include "core/error.hpp"
@@ -258,6 +260,17 @@ void OwnParameters::agree_on_parts(const char* what) {
   has_agreed_ = true;
 }
 
+// That on which most parts begin at different places.
+size_t OwnParameters::most_cut_axis(const std::vector<PartOfRank>& parts) {
+  size_t most = 0, axis = 0;
+  for (size_t a = 0; a < parts[0].whole.size(); ++a) {
+    std::set<int64_t> begins;
+    for (const PartOfRank& p : parts) begins.insert(p.first[a]);
+    if (begins.size() > most) most = begins.size(), axis = a;
+  }
+  return axis;
+}
+
 // All ranks compare the same, so each throws what the others do.
 void OwnParameters::check_whole(const char* what, const std::string& name,
                                 const std::vector<PartOfRank>& parts) const {
@@ -279,28 +292,37 @@ void OwnParameters::check_whole(const char* what, const std::string& name,
     if (b.group != a.group)
       differ(b, "its group", std::to_string(b.group), std::to_string(a.group));
   }
+  // Parts that are the same follow each other, and one that overlaps others is compared with those that have not ended
+  // where it begins: R log R steps for R ranks where one axis is cut.
+  const size_t axis = most_cut_axis(parts);
+  const auto begin_of = [axis](const PartOfRank& p) { return p.first.empty() ? 0 : p.first[axis]; };
+  std::vector<const PartOfRank*> order, open;
+  for (const PartOfRank& b : parts)
+    if (b.count() > 0) order.push_back(&b);
+  std::stable_sort(order.begin(), order.end(), [&](const PartOfRank* p, const PartOfRank* q) {
+    return std::tuple(begin_of(*p), std::tie(p->first, p->shape)) <
+           std::tuple(begin_of(*q), std::tie(q->first, q->shape));
+  });
   int64_t held = 0;
-  for (size_t k = 0; k < parts.size(); ++k) {
-    const PartOfRank& b = parts[k];
-    int32_t copies = 0;
-    bool is_first = true;
-    for (size_t j = 0; j < parts.size(); ++j) {
-      const PartOfRank& other = parts[j];
-      if (other.is_same(b)) {
-        ++copies;
-        is_first = is_first && j >= k;
-        continue;
-      }
-      if (b.overlaps(other))
-        wrong("the parts of " + rank_of(b) + ", " + text_of(b.shape) + " from " + text_of(b.first) +
-              ", and of " + rank_of(other) + ", " + text_of(other.shape) + " from " +
-              text_of(other.first) + ", overlap");
-    }
-    if (copies != b.copies && b.count() > 0)
-      wrong(std::to_string(copies) + (copies == 1 ? " rank has" : " ranks have") + " the part " +
-            text_of(b.shape) + " from " + text_of(b.first) + ", but " + rank_of(b) + " said that " +
-            std::to_string(b.copies) + " would (copies)");
-    if (is_first) held += b.count();
+  for (size_t k = 0, end = 0; k < order.size(); k = end) {
+    const PartOfRank& b = *order[k];
+    while (end < order.size() && order[end]->is_same(b)) ++end;
+    for (size_t j = k; j < end; ++j)
+      if (const PartOfRank& same = *order[j]; same.copies != static_cast<int64_t>(end - k))
+        wrong(std::to_string(end - k) + (end - k == 1 ? " rank has" : " ranks have") +
+              " the part " + text_of(b.shape) + " from " + text_of(b.first) + ", but " +
+              rank_of(same) + " said that " + std::to_string(same.copies) + " would (copies)");
+    const auto has_ended = [&](const PartOfRank* p) {
+      return !p->first.empty() && p->first[axis] + p->shape[axis] <= b.first[axis];
+    };
+    open.erase(std::remove_if(open.begin(), open.end(), has_ended), open.end());
+    for (const PartOfRank* other : open)
+      if (other->overlaps(b))
+        wrong("the parts of " + rank_of(*other) + ", " + text_of(other->shape) + " from " +
+              text_of(other->first) + ", and of " + rank_of(b) + ", " + text_of(b.shape) +
+              " from " + text_of(b.first) + ", overlap");
+    open.push_back(&b);
+    held += b.count();
   }
   if (held != count_of(a.whole))
     wrong("the ranks have " + std::to_string(held) + " of its " +

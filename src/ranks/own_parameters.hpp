@@ -98,6 +98,7 @@ class OwnParameters final : public Ranks, private Agreement {
   Source gradient_of(size_t param) const;
   // The parts of all ranks are to be those of whole parameters.
   void agree_on_parts(const char* what);
+  static size_t most_cut_axis(const std::vector<PartOfRank>& parts);
   void check_whole(const char* what, const std::string& name,
                    const std::vector<PartOfRank>& parts) const;
   OwnParts own_parts() const { return OwnParts::of(model_.params, samples()); }

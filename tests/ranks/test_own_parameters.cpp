@@ -433,6 +433,9 @@ void expect_refused(const std::vector<Box>& boxes, const char* words,
 TEST(OwnParameters, PartsMakeUpTheWhole) {
   expect_refused({{{8, 4}, {0, 0}, {4, 4}}, {{8, 4}, {5, 0}, {3, 4}}}, "28 of its 32 elements");
   expect_refused({{{8, 4}, {0, 0}, {5, 4}}, {{8, 4}, {4, 0}, {4, 4}}}, "overlap");
+  // With one that is not next to it in any order of the parts.
+  expect_refused({{{8, 4}, {0, 0}, {8, 1}}, {{8, 4}, {0, 1}, {4, 3}}, {{8, 4}, {4, 0}, {4, 4}}},
+                 "rank 0, [8, 1] from [0, 0], and of rank 2, [4, 4] from [4, 0], overlap");
   expect_refused({{{8, 4}, {0, 0}, {8, 4}}, {{8, 4}, {0, 0}, {8, 4}}}, "2 ranks have");
   expect_refused({{{8, 4}, {0, 0}, {4, 4}, 2}, {{8, 4}, {4, 0}, {4, 4}, 1}}, "1 rank has");
   expect_refused({{{8, 4}, {0, 0}, {4, 4}}, {{9, 4}, {4, 0}, {5, 4}}}, "[9, 4]");
