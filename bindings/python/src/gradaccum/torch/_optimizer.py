@@ -30,10 +30,9 @@ from ._ranks import Alone, Call, ranks_of
 from ._runtime import autograd_is_compiled, has_own_openmp
 from ._slots import Slot, add, address_of, fits, flat, is_sparse, like
 from ._state import State, is_asked_for, refuse
-from ._state_dict import by_index, from_torch, take_from_torch, take_group, to_torch
+from ._state_dict import KEY, by_index, from_torch, joined, take_group, to_torch
 from ._streams import streams_of
 
-KEY = "gradaccum"  # of a state dictionary: all that the library keeps
 # Of Config, what may differ between ranks.
 _OF_ONE_RANK = {"device_ordinal", "stream", "num_threads", "log", "on_param_done"}
 # Of an implementation, which torch's own optimizers look for in a group that they load.
@@ -619,7 +618,9 @@ class Optimizer(torch.optim.Optimizer):
                 take_group(group, loaded, self._kind)
             self.param_groups = groups  # the same dictionaries, which a scheduler may hold
             if KEY in state_dict:
-                data, arrays = self._ranks.vote(lambda: self._join(state_dict[KEY], state))
+                data, arrays = self._ranks.vote(
+                    lambda: joined(state_dict[KEY], state, self._parameters.slots, self._ranks.mark())
+                )
                 options = StateOptions(parts=StateParts.LIBRARY, settings=Settings.KEEP)
                 self._push()
                 self.context.load(data, options)
@@ -642,22 +643,6 @@ class Optimizer(torch.optim.Optimizer):
                 group.update(old)
             self._push()
             raise
-
-    def _join(
-        self, own: Mapping[str, Any], state: Mapping[int, Mapping[str, Any]]
-    ) -> tuple[bytearray, dict[str, Tensor]]:
-        """The file of which state_dict() has made that of the library and torch's, and its arrays."""
-        mark = {key: own[key] for key in ("rank", "ranks") if key in own}
-        if mark != self._ranks.mark():
-            raise ValueError(
-                f'"{KEY}" of the state dictionary is of {mark or "a process alone"}, expected '
-                f"{self._ranks.mark() or 'one of a process alone'}: without that key, torch's state is loaded"
-            )
-        arrays = dict(own["arrays"])
-        header = bytes(own["header"].cpu().numpy())
-        with Coders() as coders:
-            take_from_torch(arrays, state_file.entries(header), state, self._parameters.slots, coders)
-        return state_file.join(header, arrays), arrays
 
     def _load_from_torch(self, state: Mapping[int, Mapping[str, Any]]) -> None:
         with Coders() as coders:

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from ._kinds import SCHEDULE_FREE_ADAMW, SCHEDULE_FREE_SGD, Kind, WindowOptions
-from ._optimizer import KEY, Optimizer
+from ._optimizer import Optimizer
+from ._state_dict import KEY
 
 _Number = float | Tensor
 # What the package keeps of a group, and the library of each parameter, by the names there.

@@ -13,12 +13,14 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from .. import Dtype
+from . import _state_file as state_file
 from ._codes import CODES, SCALE, Coders, is_scale, is_whole
 from ._kinds import OURS, Kind
 from ._parameters import cut_of
 from ._slots import TORCH, Slot, flat
 
 
+KEY = "gradaccum"  # of a state dictionary: all that the library keeps
 _OTHERS = ("master", "ema", "grad_accum")  # arrays of a parameter that torch's optimizers do not have
 _NUMBERS = ("step", "mu_product", "weight_sum", "lr_max")  # arrays of one element, whatever the parameter
 
@@ -87,7 +89,27 @@ def _add_first_state(arrays: dict[str, Tensor], slots: list[Slot]) -> None:
                 arrays[f"{slot.own.name}.{info.name}"] = from_dlpack(value)
 
 
-def take_from_torch(
+def joined(
+    own: Mapping[str, Any], state: Mapping[int, Mapping[str, Any]], slots: list[Slot], mark: Mapping[str, Any]
+) -> tuple[bytearray, dict[str, Tensor]]:
+    """The file of which state_dict() has made what is under KEY, own, and torch's state; and its arrays.
+
+    mark: what the ranks of this process write there.
+    """
+    found = {key: own[key] for key in ("rank", "ranks") if key in own}
+    if found != mark:
+        raise ValueError(
+            f'"{KEY}" of the state dictionary is of {found or "a process alone"}, expected '
+            f"{mark or 'one of a process alone'}: without that key, torch's state is loaded"
+        )
+    arrays = dict(own["arrays"])
+    header = bytes(own["header"].cpu().numpy())
+    with Coders() as coders:
+        _take_from_torch(arrays, state_file.entries(header), state, slots, coders)
+    return state_file.join(header, arrays), arrays
+
+
+def _take_from_torch(
     arrays: dict[str, Tensor], listed: Mapping[str, Any], state: Mapping[int, Mapping[str, Any]], slots: list[Slot],
     coders: Coders,
 ) -> None:
