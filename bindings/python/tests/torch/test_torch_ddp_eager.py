@@ -664,7 +664,7 @@ def test_buckets_are_taken_one_after_the_other() -> None:
         start.wait()
         give()
 
-    with micro, Taking(optimizer, micro) as taking:
+    with micro, Taking(optimizer._gradients, micro) as taking:
         gives = [taking.follow([(slot, torch.ones(1 << 21))]) for slot in optimizer._parameters.slots]
         threads = [threading.Thread(target=reduced, args=[give]) for give in gives]
         for thread in threads:
@@ -683,7 +683,7 @@ def test_a_reduction_that_comes_late_gives_nothing() -> None:
     net = torch.nn.Linear(3, 2)
     optimizer = gt.AdamW(net.parameters(), lr=0.01, eager=True)
     micro = optimizer.context.micro_batch()
-    with micro, Taking(optimizer, micro) as taking:
+    with micro, Taking(optimizer._gradients, micro) as taking:
         gives = [taking.follow([(slot, torch.ones_like(slot.tensor))]) for slot in optimizer._parameters.slots]
     alive = weakref.ref(optimizer.context)
     del micro, optimizer

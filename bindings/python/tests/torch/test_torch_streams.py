@@ -66,7 +66,7 @@ class Device:
 
     def serve(self, optimizer: gt.Optimizer) -> None:
         """Gives the optimizer of parameters on the CPU the streams of this device."""
-        optimizer._streams = CudaStreams(torch.device("cuda", 0))
+        optimizer._streams = optimizer._gradients.streams = CudaStreams(torch.device("cuda", 0))
         device, guard = self, optimizer.context._guard
 
         class Guard:

@@ -14,18 +14,15 @@ import contextlib
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import Config, GradientKind
-from ._hooks import Told
+from ._hooks import Gradients, Told
 from ._ranks import Call, Meeting, Statistics, joined, listed
 from ._slots import Slot
-
-if TYPE_CHECKING:
-    from ._optimizer import Optimizer
 
 _OWN = "gradaccum.torch._ddp_eager"
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
@@ -176,7 +173,7 @@ class Ranks(Meeting):
         return False
 
     @contextlib.contextmanager
-    def micro_batch(self, weight: float, owner: Optimizer | None) -> Iterator[None]:
+    def micro_batch(self, weight: float, gradients: Gradients | None) -> Iterator[None]:
         """Backwards of which the weight of this rank is known before."""
         self._weight, self._weights, self._share = float(weight), None, 1.0
         try:

@@ -17,7 +17,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -25,12 +25,9 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from .. import Clip, ClipScope, ClipWhen, Config, MicroBatch, Nonfinite
 from ._ddp import Ranks
-from ._hooks import Told
+from ._hooks import Gradients, Told
 from ._ranks import Call
 from ._slots import Slot, add, is_sparse
-
-if TYPE_CHECKING:
-    from ._optimizer import Optimizer
 
 
 class Buckets(Told[torch.nn.Module]):
@@ -83,10 +80,10 @@ class Taking:
     A context manager: after it, a reduction that is still under way gives nothing, and keeps nothing of the optimizer.
     """
 
-    def __init__(self, owner: "Optimizer", micro: MicroBatch) -> None:
+    def __init__(self, owner: Gradients, micro: MicroBatch) -> None:
         self.taken: list[Slot] = []
         self.error: BaseException | None = None
-        self._owner: Optimizer | None = owner
+        self._owner: Gradients | None = owner
         self._micro = micro
         self._buckets: list[list[tuple[Slot, Tensor]]] = []  # of those that are reduced, or were
         self._lock = threading.Lock()  # held while gradients are given to the library
@@ -111,8 +108,7 @@ class Taking:
         owner = self._owner
         if owner is None:
             return lambda: None
-        if owner._writes_ahead:  # while backward may read the parameters, which their versions tell it
-            owner._parameters.written([slot for slot, _ in parts])
+        owner.writes([slot for slot, _ in parts])
         self._buckets.append(parts)
         return functools.partial(self._give, parts)
 
@@ -178,13 +174,13 @@ class EagerRanks(Ranks):
         return self.take(weight, None)
 
     @contextlib.contextmanager
-    def micro_batch(self, weight: float, owner: "Optimizer | None") -> Iterator[None]:
-        """Backwards of which the weight of this rank is known before; their buckets go to owner."""
+    def micro_batch(self, weight: float, gradients: Gradients | None) -> Iterator[None]:
+        """Backwards of which the weight of this rank is known before; their buckets go to gradients."""
         self._count = 0
-        taking = None if owner is None or owner._open is None else Taking(owner, owner._open)
+        taking = None if gradients is None or gradients.micro is None else Taking(gradients, gradients.micro)
         self._taking = taking
         try:
-            with super().micro_batch(weight, owner), taking or contextlib.nullcontext():
+            with super().micro_batch(weight, gradients), taking or contextlib.nullcontext():
                 yield
             if taking is not None:
                 if taking.error is not None:

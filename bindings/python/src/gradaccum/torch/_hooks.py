@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks of torch that keep nothing alive."""
+"""Gradients that an open micro-batch takes as backward makes them, by hooks that keep nothing alive."""
 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from ._slots import Slot, add
-
-if TYPE_CHECKING:
-    from ._optimizer import Optimizer
+from .. import Context, MicroBatch
+from ._slots import Slot, add, mark_written
+from ._streams import Streams
 
 Owner = TypeVar("Owner")
 
@@ -30,35 +29,109 @@ class Told(Generic[Owner]):
         return type(self), (None,)
 
 
-class Taker(Told["Optimizer"]):
-    """A hook of a parameter that takes its gradient out of .grad into the open micro-batch of the optimizer."""
+class Gradients:
+    """The gradients of an optimizer's parameters that its open micro-batch takes as backward makes them.
 
-    def __init__(self, owner: Optimizer | None, slot: Slot | None = None) -> None:
-        super().__init__(owner)
-        self._slot = slot
+    writes_ahead: whether the library may write parameters before the step.
+    """
 
-    def __call__(self, tensor: Tensor) -> None:
-        owner, slot = self.owner(), self._slot
-        if owner is None or slot is None or owner._open is None:
+    def __init__(self, context: Context, streams: Streams, slots: list[Slot], *, writes_ahead: bool) -> None:
+        self.streams = streams
+        self.slots = slots
+        self.micro: MicroBatch | None = None  # that is open
+        self._context = context
+        self._writes_ahead = writes_ahead
+        self._tells_ready = False  # whether the library hears of gradients that are complete
+        self._held: list[Tensor] = []  # which the library reads when the micro-batch ends
+
+    @property
+    def context(self) -> Context:
+        """The context of the library, whose work goes to torch's current stream from now on."""
+        self.streams.follow(self._context)
+        return self._context
+
+    @property
+    def has_any(self) -> bool:
+        """Whether the open micro-batch has got a gradient."""
+        return bool(self._held) or any(slot.gradients for slot in self.slots)
+
+    def open(self, micro: MicroBatch, tells_ready: bool) -> None:
+        """Gradients go to this micro-batch. tells_ready: updates may begin before it ends."""
+        self.micro, self._tells_ready = micro, tells_ready
+
+    def close(self) -> list[Tensor]:
+        """No micro-batch takes gradients. Returns what is to live until it has ended."""
+        self.micro = None
+        held, self._held = self._held, []
+        self.streams.keep(held)
+        for slot in self.slots:
+            slot.gradients = 0
+        return held
+
+    def take_as_made(self) -> None:
+        """Has hooks take gradients out of .grad as backward makes them."""
+        for slot in self.slots:
+            if slot.hook is None and slot.tensor.requires_grad:
+                register: Any = slot.tensor.register_post_accumulate_grad_hook
+                slot.hook = register(_Taker(self, slot))
+
+    def take(self, slot: Slot) -> None:
+        """Takes a gradient that backward has just put into .grad, and has the update begin if no other follows."""
+        micro, gradient = self.micro, slot.tensor.grad
+        if micro is None:
             return
-        if tensor.grad is None:
+        if gradient is None:
             raise RuntimeError(
                 f'the gradient of parameter "{slot.own.name}" is gone from .grad, where another hook, or an open '
                 "micro-batch of another optimizer, has taken it"
             )
-        owner._count_gradient(slot)
-        context = owner.context  # on the stream of this node of backward
-        alive = add(owner._open, slot, tensor.grad)
+        self._count(slot)
+        context = self.context  # on the stream of this node of backward
+        alive = add(micro, slot, gradient)
         if context._kept.late:
-            owner._held += alive
-        owner._streams.keep([tensor.grad])
-        tensor.grad = None
-        owner._tell_ready(slot)
+            self._held += alive
+        self.streams.keep([gradient])
+        slot.tensor.grad = None
+        if self._tells_ready and slot.is_whole:
+            context.ready(slot.own)
+            self.writes([slot])
+
+    def take_rest(self) -> None:
+        """Takes what is left in .grad, of parameters that had no hook when the micro-batch was opened."""
+        assert self.micro is not None
+        for slot in self.slots:
+            if slot.tensor.grad is not None:
+                self._held += [slot.tensor.grad, *add(self.micro, slot, slot.tensor.grad)]
+                slot.tensor.grad = None
+
+    def writes(self, slots: list[Slot]) -> None:
+        """Tells autograd that parameters may be updated from now on, while backward may still read them."""
+        if self._writes_ahead:
+            mark_written(slots)
+
+    def _count(self, slot: Slot) -> None:
+        slot.gradients += 1
+        if slot.gradients > 1:
+            if slot.is_whole:  # the loop has changed, so the others may get several gradients too
+                for other in self.slots:
+                    other.is_whole = None
+            slot.is_whole = False
+
+    def learn(self) -> None:
+        """At the end of a micro-batch: remembers which parameters have got one gradient."""
+        for slot in self.slots:
+            if slot.gradients == 1 and slot.is_whole is None:
+                slot.is_whole = True
 
 
-def take_gradients(owner: Optimizer) -> None:
-    """Has gradients go to the open micro-batch of an optimizer as backward makes them."""
-    for slot in owner._parameters.slots:
-        if slot.hook is None and slot.tensor.requires_grad:
-            register: Any = slot.tensor.register_post_accumulate_grad_hook
-            slot.hook = register(Taker(owner, slot))
+class _Taker(Told[Gradients]):
+    """A hook of a parameter."""
+
+    def __init__(self, owner: Gradients | None, slot: Slot | None = None) -> None:
+        super().__init__(owner)
+        self._slot = slot
+
+    def __call__(self, tensor: Tensor) -> None:
+        owner = self.owner()
+        if owner is not None and self._slot is not None:
+            owner.take(self._slot)

@@ -16,19 +16,20 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from .. import (
-    Clip, ClipScope, Config, Context, Dtype, Ema, GradientLife, LossScaler, MicroBatch, MicroFlags, MicroOptions,
+    Clip, ClipScope, Config, Context, Dtype, Ema, GradientLife, LossScaler, MicroFlags, MicroOptions,
     Nonfinite, ParamOptions, Reduced, Rounding, Rows, Settings, StateOptions, StateParts, StepOutcome, StepResult,
     WindowState,
 )  # fmt: skip
 from . import _state_file as state_file
 from ._codes import Coders
 from ._habits import Habits, warn
+from ._hooks import Gradients
 from ._kinds import Kind
 from ._layers import Layers
 from ._parameters import Parameters
 from ._ranks import Alone, Call, ranks_of
 from ._runtime import autograd_is_compiled, has_own_openmp
-from ._slots import Slot, add, address_of, fits, flat, is_sparse, like
+from ._slots import Slot, add, address_of, fits, flat, is_sparse, like, mark_written
 from ._state import State, is_asked_for, refuse
 from ._state_dict import KEY, by_index, from_torch, joined, take_group, to_torch
 from ._streams import streams_of
@@ -118,9 +119,6 @@ class Optimizer(torch.optim.Optimizer):
             param_options, follow_data=param_options.rounding == Rounding.NEAREST
         )
         self._ranks = Alone()
-        self._open: MicroBatch | None = None
-        self._tells_ready = False  # whether the library hears of gradients that are complete
-        self._held: list[Tensor] = []  # gradients that are read when the micro-batch ends
         self._all_touched = False  # whether all parameters have gradients in this window
         self._layers = Layers()  # by convert_batchnorm
         self._masters: dict[str, Tensor] = {}  # of a window that was loaded, by the parameter's name
@@ -158,8 +156,6 @@ class Optimizer(torch.optim.Optimizer):
             config, tensors, ddp=ddp, data_mesh=data_mesh, reduced=reduced, distributed=distributed,
             eager=self._eager, clip=clip,
         )  # fmt: skip
-        # Whether parameters may be written before step().
-        self._writes_ahead = config.nonfinite == Nonfinite.IGNORE or self._param_options.write_early
         changes: dict[str, Any] = {"accum_steps": 0 if accum_steps is None else accum_steps, "eager": self._eager}
         self._streams = streams_of(device)
         changes.update(self._streams.config())
@@ -174,6 +170,8 @@ class Optimizer(torch.optim.Optimizer):
         if ema is not None:
             self._context.set_ema(ema)
         self._scales = loss_scaler is not None
+        writes_ahead = config.nonfinite == Nonfinite.IGNORE or self._param_options.write_early
+        self._gradients = Gradients(self._context, self._streams, self._parameters.slots, writes_ahead=writes_ahead)
         self._ranks.join(self._context)
         for group in self.param_groups:
             self._parameters.add(self.context, group, self._ranks)
@@ -240,7 +238,7 @@ class Optimizer(torch.optim.Optimizer):
     @contextlib.contextmanager
     def _micro_batch(self, weight: float, last: bool, *, is_weighed: bool = False) -> Iterator[None]:
         """is_weighed: its losses are those of weigh()."""
-        if self._open is not None:
+        if self._gradients.micro is not None:
             raise RuntimeError("a micro-batch is open already")
         if any(tensor.grad is not None for tensor in self._parameters.tensors):
             raise RuntimeError(
@@ -266,34 +264,27 @@ class Optimizer(torch.optim.Optimizer):
         self._begin()
         own = weight
         weight, loss_scale = self._ranks.open(own, is_weighed)
-        self._tells_ready = tells_ready
         if tells_ready:
             self._push()  # updates begin before step()
         micro = self.context.micro_batch(weight, options=_options(last, loss_scale))
         try:
             with micro:
-                self._open = micro
+                self._gradients.open(micro, tells_ready)
                 try:
-                    with self._ranks.micro_batch(own, self):
+                    with self._ranks.micro_batch(own, self._gradients):
                         yield
                     _ = self.context  # back from the streams of the hooks
-                    for slot in self._parameters.slots:  # of parameters that had no hook when it was opened
-                        if slot.tensor.grad is not None:
-                            self._held += [slot.tensor.grad, *add(micro, slot, slot.tensor.grad)]
-                            slot.tensor.grad = None
+                    self._gradients.take_rest()
                     self._layers.tell(self._streams, self._ranks)
-                    self._learn(weight)
+                    self._took(weight, self._gradients.has_any)
+                    self._gradients.learn()
                 except BaseException:
                     for tensor in self._parameters.tensors:
                         tensor.grad = None
                     self._layers.drop()
                     raise
                 finally:
-                    self._open = None
-                    held, self._held = self._held, []
-                    self._streams.keep(held)
-                    for slot in self._parameters.slots:
-                        slot.gradients = 0
+                    held = self._gradients.close()
         except BaseException as error:
             # A micro-batch stays open if it cannot be dropped, since parameters were updated in place.
             if tells_ready and not self.context.closed and self.context.window.open_micro >= 0:
@@ -305,30 +296,6 @@ class Optimizer(torch.optim.Optimizer):
     def _is_last(self) -> bool:
         """Whether the next micro-batch fills the window."""
         return self.accum_steps is not None and self.context.window.micro_batches + 1 >= self.accum_steps
-
-    def _count_gradient(self, slot: Slot) -> None:
-        """Counts a gradient that backward gives to the open micro-batch, before it is added."""
-        slot.gradients += 1
-        if slot.gradients > 1:
-            if slot.is_whole:  # the loop has changed, so the others may get several gradients too
-                for other in self._parameters.slots:
-                    other.is_whole = None
-            slot.is_whole = False
-
-    def _tell_ready(self, slot: Slot) -> None:
-        """Has the update of a parameter begin after its gradient was added, if no other gradient follows."""
-        if not (self._tells_ready and slot.is_whole):
-            return
-        self.context.ready(slot.own)
-        if self._writes_ahead:  # backward may still read it
-            self._parameters.written([slot])
-
-    def _learn(self, weight: float) -> None:
-        """At the end of a micro-batch: remembers which parameters have got one gradient."""
-        self._took(weight, bool(self._held) or any(slot.gradients for slot in self._parameters.slots))
-        for slot in self._parameters.slots:
-            if slot.gradients == 1 and slot.is_whole is None:
-                slot.is_whole = True
 
     def _took(self, weight: float, any_gradient: bool, is_scaled: bool = False) -> None:
         """At the end of a micro-batch: says what its gradients show of the loop."""
@@ -384,7 +351,7 @@ class Optimizer(torch.optim.Optimizer):
         self, weight: float, loss_scale: float | None, last: bool = False, *, counted: bool = False
     ) -> None:
         """Adds what is in ``.grad`` as a micro-batch."""
-        if self._open is not None:
+        if self._gradients.micro is not None:
             raise RuntimeError("a micro-batch is open: its gradients are taken by backward")
         weight = float(weight)
         is_scaled = loss_scale is not None
@@ -432,7 +399,7 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
             self._habits.sees_closure(closure, self.context.window.micro_batches > 0)
-        if self._open is not None:
+        if self._gradients.micro is not None:
             raise RuntimeError("step() was called in an open micro-batch")
         # A GradScaler takes them back by itself only if step() returns.
         scale = self.__dict__.get("grad_scale")
@@ -477,7 +444,7 @@ class Optimizer(torch.optim.Optimizer):
 
         Under ddp=, all ranks call it, also those that have no window.
         """
-        if self._open is not None:
+        if self._gradients.micro is not None:
             raise RuntimeError("flush() was called in an open micro-batch")
         self._ranks.agree(Call.FLUSH)
         if self.context.window.micro_batches == 0:
@@ -491,12 +458,13 @@ class Optimizer(torch.optim.Optimizer):
         Between micro-batches of an open window it does nothing, and raises if it comes after some and not after
         others, without a ``step``.
         """
-        if self._open is not None and any(slot.gradients for slot in self._parameters.slots):
+        is_open = self._gradients.micro is not None
+        if is_open and any(slot.gradients for slot in self._parameters.slots):
             raise RuntimeError(
                 "zero_grad() was called in a micro-batch after its backward, but drops nothing of it: an exception "
                 "drops the micro-batch, and discard() the window"
             )
-        within = self._open is None and self._context is not None and self.context.window.micro_batches > 0
+        within = not is_open and self.context.window.micro_batches > 0
         if within and not is_asked_for():
             self._habits.zeroes(any(tensor.grad is not None for tensor in self._parameters.tensors))
         super().zero_grad(set_to_none)
@@ -525,7 +493,7 @@ class Optimizer(torch.optim.Optimizer):
         if pending and self._layers:  # their statistics go to buffers of torch if it was applied
             self.result = self.context.step_result()
         if pending or self.result.applied:
-            self._parameters.written([slot for slot in self._parameters.slots if slot.touched or self._all_touched])
+            mark_written([slot for slot in self._parameters.slots if slot.touched or self._all_touched])
         if self.result.applied:
             self._layers.publish(written)
         self._window_ended()
@@ -630,7 +598,7 @@ class Optimizer(torch.optim.Optimizer):
                     if key.endswith(".master")
                 }
                 # The library has written what these round to.
-                self._parameters.written([slot for slot in self._parameters.slots if slot.tensor.element_size() == 2])
+                mark_written([slot for slot in self._parameters.slots if slot.tensor.element_size() == 2])
                 self._layers.publish()
                 self._window_loaded()
             else:
@@ -674,7 +642,7 @@ class Optimizer(torch.optim.Optimizer):
         self._ranks.meet(Call.LOAD)
         self._push()
         self.context.load(source, dataclasses.replace(options or StateOptions(), settings=Settings.KEEP))
-        self._parameters.written(self._parameters.slots)
+        mark_written(self._parameters.slots)
         self._layers.publish()
         self._window_loaded()
 

@@ -240,12 +240,6 @@ class Parameters:
                     self._groups[i].set_schedule(self._kind.schedule(group))
                 self._known[i] = values
 
-    def written(self, slots: list[Slot]) -> None:
-        """Tells autograd that the library has written parameters."""
-        torch.autograd.graph.increment_version([slot.tensor for slot in slots])
-        for slot in slots:
-            slot.version = slot.writes()
-
     def values(self) -> dict[str, Any]:
         """The hyper-parameters of all groups, by names for messages."""
         return {

@@ -8,18 +8,15 @@ import enum
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from .. import Clip, Config, Context, Reduced
-from ._hooks import take_gradients
+from ._hooks import Gradients
 from ._parts import WHOLE, Whole, is_part
 from ._slots import Slot
-
-if TYPE_CHECKING:
-    from ._optimizer import Optimizer
 
 Statistics = tuple[int, Tensor, Tensor]
 """Of what a layer of batch normalisation has seen: the count, the mean and M2 of each channel."""
@@ -104,13 +101,10 @@ class Alone:
         return {}
 
     @contextlib.contextmanager
-    def micro_batch(self, weight: float, owner: Optimizer | None) -> Iterator[None]:
-        """Backwards of which the weight is known before.
-
-        Their gradients go to the open micro-batch of owner, if there is one.
-        """
-        if owner is not None:
-            take_gradients(owner)
+    def micro_batch(self, weight: float, gradients: Gradients | None) -> Iterator[None]:
+        """Backwards of which the weight is known before. gradients: of the open micro-batch, if it takes them."""
+        if gradients is not None:
+            gradients.take_as_made()
         yield
 
 
@@ -228,6 +222,7 @@ def _place(row: Sequence[float]) -> str:
 def listed(weights: Sequence[float]) -> str:
     """Weights in a message."""
     return ", ".join(f"{weight:g}" for weight in weights)
+
 
 def ranks_of(
     config: Config, tensors: Sequence[Tensor], *, ddp: torch.nn.Module | None, data_mesh: Any, reduced: Reduced | None,

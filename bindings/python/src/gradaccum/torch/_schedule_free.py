@@ -12,6 +12,7 @@ from torch.utils.dlpack import from_dlpack
 
 from ._kinds import SCHEDULE_FREE_ADAMW, SCHEDULE_FREE_SGD, Kind, WindowOptions
 from ._optimizer import Optimizer
+from ._slots import mark_written
 from ._state_dict import KEY
 
 _Number = float | Tensor
@@ -61,7 +62,7 @@ class ScheduleFree(Optimizer):
 
     def _set_mode(self, *, exchanged: bool) -> None:
         if self._is_exchanged != exchanged:
-            self._parameters.written(self._parameters.slots)
+            mark_written(self._parameters.slots)
         self._is_exchanged, self._is_loaded = exchanged, False
         for group in self.param_groups:
             group["train_mode"] = not exchanged

@@ -59,6 +59,13 @@ class Slot:
         return self.tensor._version + self.memory._version
 
 
+def mark_written(slots: list[Slot]) -> None:
+    """Tells autograd that the library has written parameters."""
+    torch.autograd.graph.increment_version([slot.tensor for slot in slots])
+    for slot in slots:
+        slot.version = slot.writes()
+
+
 def address_of(gradient: Tensor) -> int:
     """The address of its elements; one that is not read if there is none, since 0 stands for no gradient."""
     return gradient.data_ptr() or _NOTHING.data_ptr()
