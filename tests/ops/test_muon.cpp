@@ -345,6 +345,18 @@ TEST(MuonCuts, LongLines) {
     }
 }
 
+// Of a symmetric product from 256 rows on, one half is computed, in blocks: by all threads, or by one for each matrix.
+TEST(MuonCuts, LargeMatrices) {
+  for (const ref::Shape& shape : {ref::Shape{270, 300}, {300, 270}, {2, 270, 280}}) {
+    ga_config c = config();
+    c.num_threads = 2;
+    ga_optimizer o = muon();
+    o.ns_steps = 2;
+    const auto batch_axes = static_cast<int32_t>(shape.size()) - 2;
+    follows(shape, cut(batch_axes, batch_axes), o, c);
+  }
+}
+
 // In loops of no more items than there is room for.
 TEST(MuonCuts, OnTheProgramsThreads) {
   for (const ref::Shape& shape : {ref::Shape{192, 640}, {64, 10000}, {10000, 24}, {253, 1300}})

@@ -113,7 +113,7 @@ INSTANTIATE_TEST_SUITE_P(All, MuonPrecision,
                          });
 
 constexpr size_t kShapes[][2] = {{64, 48}, {48, 64}, {33, 70}, {70, 33}, {128, 128},
-                                 {5, 300}, {1, 9},   {9, 1},   {1, 1}};
+                                 {5, 300}, {1, 9},   {9, 1},   {1, 1},   {270, 280}};
 
 // The Frobenius norm of what rounding changes, relative to that of the result, is at most what
 // docs/reference.md states. Beside float64 that rounds the same factors, only the errors of f32 are
@@ -126,6 +126,7 @@ TEST_P(MuonPrecision, HasTheStatedError) {
     for (const bool low_rank : {false, true}) {
       const Block g = gradient_of(rows, columns, low_rank, 7);
       for (const int32_t steps : {1, 2, 5}) {
+        if (steps > 1 && rows > 256) continue;  // which takes float64 long
         SCOPED_TRACE(testing::Message() << rows << " x " << columns << ", " << steps << " steps"
                                         << (low_rank ? ", of low rank" : ""));
         ga_optimizer o = muon_of(precision);
