@@ -144,22 +144,24 @@ struct SymmetricJob : Job {
         if (at++ % step == first) run_block(thread, i * block, j * block);
   }
 
-  // Copies a row of blocks to the column of blocks across the diagonal.
-  void mirror(int64_t i) const {
-    constexpr int64_t kTile = 16;  // a cache line
-    const int64_t n = task.n;
-    for (int64_t row = i * block; row < std::min(n, (i + 1) * block); row += kTile)
-      for (int64_t column = 0; column <= row; column += kTile)
-        for (int64_t r = row; r < std::min(n, row + kTile); ++r)
-          for (int64_t c = column; c < std::min(r, column + kTile); ++c)
-            task.target[c * n + r] = task.target[r * n + c];
-  }
-
  private:
   void run_block(int64_t thread, int64_t row, int64_t column) {
     const int64_t n = task.n;
     multiply(thread, row, std::min(block, n - row), column, std::min(block, n - column),
              static_cast<float>(task.scale), task.target + row * n + column, task.keep);
+    mirror(row, column);
+  }
+
+  // Copies a block to its place across the diagonal, while it is in the cache of the thread.
+  void mirror(int64_t row, int64_t column) const {
+    constexpr int64_t kTile = 16;  // a cache line
+    const int64_t n = task.n, last_row = std::min(n, row + block);
+    const int64_t last_column = std::min(n, column + block);
+    for (int64_t top = row; top < last_row; top += kTile)
+      for (int64_t left = column; left < std::min(last_column, top + kTile); left += kTile)
+        for (int64_t r = top; r < std::min(last_row, top + kTile); ++r)
+          for (int64_t c = left; c < std::min({r, last_column, left + kTile}); ++c)
+            task.target[c * n + r] = task.target[r * n + c];
   }
 };
 
@@ -387,7 +389,6 @@ class MatmulEngine::Iterations {
       engine_.check_product(task, job.error);
     else if (job.error)
       error_ = job.error;
-    each_of(job.blocks, [&](int64_t i) { job.mirror(i); });
   }
 
   double squares(const float* x, int64_t count) {
