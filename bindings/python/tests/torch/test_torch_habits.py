@@ -85,6 +85,27 @@ def test_checkpoints_that_ask_for_a_first_state_make_no_step(tmp_path: pathlib.P
     assert all(torch.equal(value, net.state_dict()[name]) for name, value in other.state_dict().items())
 
 
+def test_a_checkpoint_before_the_first_step_changes_nothing(tmp_path: pathlib.Path) -> None:
+    """With dampening, the first gradient weighs more than the next: torch's SGD takes zeros that were saved for a step."""
+    nets = []
+    for way in ("plain", "saved", "loaded"):
+        torch.manual_seed(0)
+        net = torch.nn.Linear(3, 2)
+        optimizer = gt.SGD(net.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+        if way != "plain":
+            of_net, state = get_state_dict(net, optimizer)
+            if way == "saved":
+                checkpoint.save({"net": of_net, "optimizer": state}, checkpoint_id=tmp_path)
+            checkpoint.load({"net": of_net, "optimizer": state}, checkpoint_id=tmp_path)
+            set_state_dict(net, optimizer, model_state_dict=of_net, optim_state_dict=state)
+        for k in range(3):
+            optimizer.backward(net(torch.full((2, 3), k + 1.0)).square().sum())
+            optimizer.step()
+        nets.append(net.state_dict())
+    for net in nets[1:]:
+        assert all(torch.equal(value, nets[0][name]) for name, value in net.items())
+
+
 @pytest.mark.parametrize(
     "write",
     [
