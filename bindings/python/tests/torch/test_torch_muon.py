@@ -202,6 +202,33 @@ def test_the_variants_together() -> None:
     assert "second_momentum_buffer" in optimizer.state_dict()["state"][0]
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_normuon_of_dion(nesterov: bool) -> None:
+    """Microsoft's, written anew in float64: its momentum is a sum of gradients, of which each matrix forgets the scale."""
+    lr, decay, mu, beta2 = 0.05, 0.4, 0.9, 0.8
+    torch.manual_seed(0)
+    start = torch.randn(2, 12, 7)
+    want, m, v = start.double(), torch.zeros(2, 12, 7).double(), torch.zeros(2, 12, 1).double()
+    p = torch.nn.Parameter(start.clone())
+    optimizer = gt.Muon(
+        [{"params": [p], "batch_axes": 1, "output_axis": 1}], lr=lr, weight_decay=decay, momentum=mu, beta2=beta2,
+        nesterov=nesterov, adjust_lr_fn="match_rms_adamw",
+    )  # fmt: skip
+    for _ in range(5):
+        gradients = torch.randn(3, 2, 12, 7)
+        for gradient in gradients:
+            optimizer.backward((p * gradient).sum())
+        optimizer.step()
+        g = gradients.double().mean(0)
+        m = mu * m + g
+        u = orthogonal(mu * m + g if nesterov else m)
+        v = torch.lerp(v, u.square().mean(dim=-1, keepdim=True), 1 - beta2)
+        scaled = u / (v.sqrt() + 1e-8)
+        u = scaled * (u.norm(dim=(-2, -1), keepdim=True) / scaled.norm(dim=(-2, -1), keepdim=True))
+        want = (1 - lr * decay) * want - lr * 0.2 * math.sqrt(12) * u
+    assert (p.detach() - want).norm() < 1e-4 * (start - want).norm()
+
+
 def test_a_state_dictionary_has_the_variances() -> None:
     torch.manual_seed(0)
     gradients = torch.randn(6, 5, 7)
