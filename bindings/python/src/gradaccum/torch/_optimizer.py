@@ -27,7 +27,8 @@ from ._hooks import Gradients
 from ._kinds import Kind
 from ._layers import Layers
 from ._parameters import Parameters
-from ._ranks import Alone, Call, ranks_of
+from ._processes import ranks_of
+from ._ranks import Alone, Call
 from ._runtime import autograd_is_compiled, has_own_openmp
 from ._slots import Slot, add, address_of, fits, flat, is_sparse, like, mark_written
 from ._state import State, is_asked_for, refuse

@@ -10,10 +10,9 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
-import torch
 from torch import Tensor
 
-from .. import Clip, Config, Context, Reduced
+from .. import Context
 from ._hooks import Gradients
 from ._parts import WHOLE, Whole, is_part
 from ._slots import Slot
@@ -27,7 +26,7 @@ Values = Callable[[], Mapping[str, Any]]
 Result = TypeVar("Result")
 
 _NONE: Mapping[str, Any] = {}
-_NO_MESH = (
+NO_MESH = (
     "a parameter was a DTensor, which needs data_mesh=: the DeviceMesh over whose ranks samples differ and gradients are "
     "reduced, as that of fully_shard(); or (), if all ranks have the same samples"
 )
@@ -51,7 +50,7 @@ class Alone:
     def part_of(self, tensor: Tensor, name: str, is_named: bool) -> Whole:
         """What this process has of a parameter. is_named: by the program."""
         if is_part(tensor):
-            raise ValueError(_NO_MESH)
+            raise ValueError(NO_MESH)
         return WHOLE
 
     def track(self, slots: Sequence[Slot]) -> None:
@@ -222,38 +221,3 @@ def _place(row: Sequence[float]) -> str:
 def listed(weights: Sequence[float]) -> str:
     """Weights in a message."""
     return ", ".join(f"{weight:g}" for weight in weights)
-
-
-def ranks_of(
-    config: Config, tensors: Sequence[Tensor], *, ddp: torch.nn.Module | None, data_mesh: Any, reduced: Reduced | None,
-    distributed: bool, eager: bool, clip: Clip | None,
-) -> Alone:  # fmt: skip
-    """The processes that train together with this one, whose optimizer has these parameters.
-
-    eager: parameters may be updated before the end of backward.
-    """
-    if data_mesh is not None:
-        if ddp is not None:
-            raise ValueError("ddp and data_mesh were given, but gradients are reduced by one of them alone")
-        from ._sharded import Sharded
-
-        return Sharded(config, tensors, data_mesh, Reduced.MEAN if reduced is None else reduced, distributed)
-    if reduced is not None:
-        raise ValueError("reduced was given without data_mesh, over which gradients are reduced")
-    if any(map(is_part, tensors)):
-        raise ValueError(_NO_MESH)
-    if ddp is not None and eager:
-        from ._ddp_eager import eager_ranks
-
-        return eager_ranks(ddp, config, clip)
-    if ddp is not None:
-        from ._ddp import Ranks
-
-        return Ranks(ddp, config)
-    world = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if world and torch.distributed.get_world_size() > 1 and distributed:
-        raise RuntimeError(
-            "there are several processes, whose gradients this optimizer does not reduce: pass ddp= the "
-            "DistributedDataParallel, or distributed=False for processes that train apart"
-        )
-    return Alone()
