@@ -154,6 +154,30 @@ def test_a_callable_that_fails(found: Any, text: str) -> None:
     assert caught.value.status is ga.Status.COMMUNICATION
 
 
+def test_what_a_step_of_ranks_with_their_own_parameters_sends() -> None:
+    """For a clip of all, one message of less than 4 KiB with up to 20 groups, and a second one for the groups beyond."""
+    sent: list[int] = []
+
+    def all_gather(own: memoryview) -> bytes:
+        sent.append(len(own))
+        return bytes(own)
+
+    for groups, want in ((1, [1360]), (20, [1360]), (21, [1360, 64])):
+        with ga.Context(ga.Config(gradient_kind=ga.GradientKind.SUM)) as context:
+            weights = [np.ones(3, np.float32) for _ in range(groups)]
+            for k, weight in enumerate(weights):
+                group = context.add_group(ga.Optimizer(ga.OptimizerKind.SGD, lr=1.0))
+                context.add_param(group, f"w{k}", weight)
+            context.set_clip(ga.Clip(scope=ga.ClipScope.GLOBAL, max_norm=1.0))
+            options = ga.CommunicatorOptions(shard=ga.CommShard.PARAMETERS)
+            context.set_communicator(ga.Communicator.from_all_gather(0, 1, all_gather), options)
+            for _ in range(2):
+                context.accumulate([np.ones(3, np.float32) for _ in weights])
+                sent.clear()
+                assert context.step().clip_factor < 1
+                assert sent == want
+
+
 def test_a_callable_that_gathers_does_nothing_else() -> None:
     """A memoryview is not to be kept, and what needs more than all_gather says so."""
     kept: list[memoryview] = []
