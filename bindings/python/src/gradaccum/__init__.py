@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import os
 
-from . import _raw
+from . import _library, _raw  # in this order
 from .batch_norm import BatchNorm
 from .communicator import Communicator
 from .context import Context
@@ -99,7 +99,7 @@ def device_count(device: Device) -> int:
 
 def no_device_reason(device: Device) -> str:
     """Why no context can be made on a kind of device; "" if one can."""
-    return "" if device_count(device) > 0 else str(_raw.ga_last_error())
+    return "" if device_count(device) > 0 else _library.explain(_raw.ga_last_error())
 
 
 def state_note(path: str | os.PathLike[str]) -> str | None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from . import _raw
+from . import _library, _raw
 from .enums import Status
 
 
@@ -21,7 +21,7 @@ class Error(RuntimeError):
         self.status = Status(status) if status in Status.__members__.values() else status
 
     def __str__(self) -> str:
-        return str(self.args[1])
+        return _library.explain(str(self.args[1]))
 
 
 if not _raw.is_main_interpreter():
