@@ -77,7 +77,7 @@ FUNCTIONS = {
     "ga_loss_scale": "Context.loss_scale", "ga_context_set_stream": "Context.set_stream",
     "ga_context_set_steps": "Context.set_steps", "ga_context_set_comm": "Context.set_communicator",
     "ga_context_set_loss_scaler": "Context.set_loss_scaler", "ga_group_set_clip": "Group.set_clip",
-    "ga_step_result_get": "Context.step_result", "ga_param_slot": "Param.slot",
+    "ga_step_result_get": "Context.step_result", "ga_param_slot": "Param.slot", "ga_param_set_part": "Param.set_part",
 }  # fmt: skip
 
 # What comments mention and only a program in C has: a sentence with one of them is left out if others remain.
