@@ -53,7 +53,7 @@ class Site:
         """The output, and what it ended with."""
         kept = {name: value for name, value in os.environ.items() if name not in ("LD_LIBRARY_PATH", "GA_MODULE_PATH")}
         return subprocess.run(
-            [sys.executable, "-c", program], env={**kept, "PYTHONPATH": str(self.folder), **environment},
+            [sys.executable, "-c", program], cwd=self.folder, env={**kept, "PYTHONPATH": str(self.folder), **environment},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         ).stdout.strip()  # fmt: skip
 
