@@ -687,8 +687,8 @@ struct ga_step_result {
   uint64_t dropped_micros; /* bit i: micro-batch i of this window was dropped; i < 64 */
   int64_t eager;           /* with ga_config.eager: parameters that were updated before ga_step;
                               like the next two, of this rank alone */
-  int64_t eager_waited;    /* those that waited for ga_step because there was no memory for a
-                              their shadow arrays */
+  int64_t eager_waited;    /* those that waited for ga_step because there was no memory for their
+                              shadow arrays */
   int64_t eager_redone;    /* of eager, those that ga_step updated once more, since the step was
                               clipped or an option has changed */
 };

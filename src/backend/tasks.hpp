@@ -287,11 +287,11 @@ struct UpdateTask {
   Array param;
   Array state[kMaxSlots];
   float* scales[kMaxSlots];  // of states of codes, one for each code_block elements
-  Array copy;          // the 16-bit parameter, if param is the master weights; data NULL: none
-  Array average;       // EMA: average + average_gain (param - average); data NULL: none
-  Array delivered;     // target of the gradient under kDeliver
-  int64_t first;       // index of the first element in the gradient
-  int64_t drawn;       // index of the first element in the random bits
+  Array copy;       // the 16-bit parameter, if param is the master weights; data NULL: none
+  Array average;    // EMA: average + average_gain (param - average); data NULL: none
+  Array delivered;  // target of the gradient under kDeliver
+  int64_t first;  // index of the first element in the gradient; on a device also in the random bits
+  int64_t drawn;  // index of the first element in the random bits, on the CPU
   const RowSet* rows;  // under kUpdateRows
   int64_t columns;
   int32_t code_block;           // a power of two

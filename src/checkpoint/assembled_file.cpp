@@ -52,17 +52,23 @@ void AssembledFile::add(std::string name, std::string dtype, std::vector<int64_t
 }
 
 // How many elements of a part have one of its tensor: blocks of state in 8 bits have a scale each, which lies in the part
-// as its first element does. 0: the tensor is of another kind.
+// as its first element does. 0: the tensor is of no elements. to: the part that is to be made of it and of others.
 int64_t AssembledFile::elements_for_each(size_t source, const safetensors::Tensor& t,
-                                         const OwnPart& part) const {
+                                         const OwnPart& part, const OwnPart& to) const {
   if (t.shape == part.shape) return 1;
   constexpr std::string_view kScale = "_scale";
-  if (!ends_with(t.name, kScale) || t.shape.size() != 1 || t.shape[0] == 0) return 0;
+  if (!ends_with(t.name, kScale) || t.shape.size() != 1) return 0;
   const std::string_view codes = std::string_view(t.name).substr(0, t.name.size() - kScale.size());
   const auto found = names_[source].find(codes);
-  if (found == names_[source].end() || part.count() % t.shape[0] != 0) return 0;
-  const bool fits = tensor_of({source, found->second, nullptr}).shape == part.shape;
-  return fits ? part.count() / t.shape[0] : 0;
+  if (found == names_[source].end() ||
+      tensor_of({source, found->second, nullptr}).shape != part.shape || to.is_same(part))
+    return 0;
+  const int64_t scales = t.shape[0], block = scales > 0 ? part.count() / scales : 0;
+  if (block == 0 || block * scales != part.count() || to.count() % block != 0)
+    fail(GA_ERROR_INVALID_ARGUMENT,
+         "the codes of \"%.200s\" in the file have blocks that lie in more than one part here",
+         std::string(codes).c_str());
+  return block;
 }
 
 void AssembledFile::add_param(const std::string& name, const OwnPart& part) {
@@ -94,8 +100,8 @@ void AssembledFile::add_param(const std::string& name, const OwnPart& part) {
     const safetensors::Tensor& t = file.tensors()[at->second];
     if ((t.name != name && !is_state_of(t.name, name)) || ends_with(t.name, ".grad_accum.partials"))
       continue;
-    const int64_t each = elements_for_each(like.source, t, *like.part);
-    if (each == 0 || part.count() % each != 0 || ends_with(t.name, ".grad_accum.window")) {
+    const int64_t each = elements_for_each(like.source, t, *like.part, part);
+    if (each == 0 || ends_with(t.name, ".grad_accum.window")) {
       add(t.name, t.dtype, t.shape, {nullptr, {{like.source, at->second, nullptr}}, {}});
       continue;
     }

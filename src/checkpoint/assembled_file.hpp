@@ -37,6 +37,7 @@ class AssembledFile {
                 const std::function<bool(const std::string&)>& knows);
 
   std::unique_ptr<StateReader> reader() const;
+  bool is_of_one() const { return sources_.size() == 1; }
   void read(int64_t offset, void* to, size_t size);
   // What the gradients of an open window are to be multiplied by, since they are means over other numbers of ranks.
   double gradient_scale() const { return gradient_scale_; }
@@ -70,7 +71,8 @@ class AssembledFile {
   }
   void add(std::string name, std::string dtype, std::vector<int64_t> shape, Made made);
   void add_param(const std::string& name, const OwnPart& part);
-  int64_t elements_for_each(size_t source, const safetensors::Tensor& t, const OwnPart& part) const;
+  int64_t elements_for_each(size_t source, const safetensors::Tensor& t, const OwnPart& part,
+                            const OwnPart& to) const;
   void add_others(const std::function<bool(const std::string&)>& knows);
   void add_micro_batches();
   void add_metadata();

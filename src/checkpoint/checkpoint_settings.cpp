@@ -6,6 +6,7 @@
 #include <cstring>
 #include <iterator>
 
+#include "backend/codes.hpp"
 #include "batchnorm/batchnorm.hpp"
 #include "checkpoint/checkpoint.hpp"
 #include "core/error.hpp"
@@ -62,8 +63,8 @@ Fields Checkpoint::param_settings(size_t i, bool with_key) const {
   f.add("lr_scale", t.lr_scale);
   f.add("weight_decay_scale", t.weight_decay_scale);
   f.add("frozen", p.frozen);
-  if (model_.params.is_coded(p)) f.add("code_block", int32_t{p.code_block});
-  if (with_key && is_stochastic(i) && t.key < kLeastNameKey) f.add("index", t.key);
+  if (model_.params.is_coded(p)) f.add("code_block", int32_t{p.code_block}, kCodeBlock);
+  if (with_key && is_stochastic(i)) f.add("index", t.key);
   return f;
 }
 
@@ -195,7 +196,7 @@ void Checkpoint::compare_settings() const {
         Fields(*text, key.c_str()),
         [&, &key = key](const char* field, const char* theirs, const char* here) {
           if ((keeps && !is_cut(key, field)) || (takes && may_be_taken(key, field))) return;
-          if (begins_with(key, "parameter.") && std::strcmp(field, "index") == 0 && here) return;
+          if (begins_with(key, "parameter.") && std::strcmp(field, "index") == 0) return;
           const bool kind = std::strcmp(field, "kind") == 0 && is_optimizer(key);
           const auto text_of = [&](const char* number) {
             return kind ? optimizer_name(number) : readable(number);
@@ -225,8 +226,8 @@ void Checkpoint::read_keys() {
   const ParamList& params = model_.params;
   keys_.clear();
   next_key_ = params.next_key();
-  if (assembled_) return;  // each rank has given keys to parameters of its own
-  if (const std::string* const text = file_->find("keys")) {
+  const bool of_ranks = assembled_ && !assembled_->is_of_one();  // each has given keys of its own
+  if (const std::string* const text = of_ranks ? nullptr : file_->find("keys")) {
     int64_t next = 0;
     Fields(*text, "keys").get("next", next);
     next_key_ = std::max(
@@ -236,16 +237,20 @@ void Checkpoint::read_keys() {
   std::vector<char> is_known(params.size());
   for (size_t i = 0; i < params.size(); ++i) {
     keys_.push_back(params.tensor(i).key);
-    if (params.tensor(i).removed || keys_[i] >= kLeastNameKey || !is_stochastic(i)) continue;
+    if (params.tensor(i).removed || !is_stochastic(i)) continue;
     const std::string* const text = file_->find("parameter." + std::string(params.name(i)));
     if (!text) continue;
     const Fields f(*text, params.name(i));
     if (!f.has("index")) continue;
     int64_t key = 0;
     f.get("index", key);
-    keys_[i] = static_cast<int32_t>(whole(static_cast<double>(key), 0, kLargest, "index"));
-    known.emplace_back(keys_[i], i);
+    const bool of_name = key >= kLeastNameKey;
+    if (of_ranks && !of_name && params.tensor(i).part.whole.empty()) continue;
+    keys_[i] = static_cast<int32_t>(
+        whole(static_cast<double>(key), 0, of_name ? INT32_MAX : kLargest, "index"));
     is_known[i] = true;
+    if (of_name || of_ranks) continue;
+    known.emplace_back(keys_[i], i);
     next_key_ = std::max(next_key_, keys_[i] + 1);
   }
   std::sort(known.begin(), known.end());

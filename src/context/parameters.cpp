@@ -317,6 +317,13 @@ void Parameters::set_part(ga_param id, const int64_t* whole, const int64_t* firs
     of.fail(GA_ERROR_INVALID_STATE,
             "its optimizer has GA_STATE_8BIT and it has state already, which has other blocks in "
             "such a part; the part is to be set before the first window");
+  if (t.options.rows == GA_ROWS_LAZY && model_.params.is_coded(as_part) &&
+      !part.has_whole(as_part.code_block, t.shape))
+    of.fail(
+        GA_ERROR_UNSUPPORTED,
+        "its rows are GA_ROWS_LAZY and its state is GA_STATE_8BIT, whose blocks of %d elements of "
+        "a row the part would cut",
+        as_part.code_block);
   model_.params.set_part(id, std::move(part));
   stages_.writer.settings_changed(true);
   if (is_prepared(id)) stages_.writer.describe(static_cast<size_t>(id));

@@ -110,12 +110,16 @@ class Fields {
   void add(const char* name, T value) {
     list_.emplace_back(name, written(value));
   }
+  // A field that files had not from the beginning, as of each_field().
+  template <class T>
+  void add(const char* name, T value, T implied) {
+    implied_.emplace_back(name, written(implied));
+    if (!(value == implied)) add(name, value);
+  }
   template <class Struct>
   void add_fields(const Struct& s) {
-    each_field(s, [&](const char* name, auto value, auto... implied) {
-      (implied_.emplace_back(name, written(implied)), ...);
-      if (!((value == implied) || ...)) add(name, value);
-    });
+    each_field(
+        s, [&](const char* name, auto value, auto... implied) { add(name, value, implied...); });
   }
   // Throws GA_ERROR_FORMAT unless the number is there and fits T.
   template <class T>

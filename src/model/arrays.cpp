@@ -50,7 +50,7 @@ bool ParamArrays::is_written(const Param& p, const OwnedArray& a) const {
   return true;
 }
 
-// Threads that update ahead write these arrays, or the second set of them, and have no time to wait for memory.
+// Threads that update ahead write these arrays, or their shadow arrays, and have no time to wait for memory.
 bool ParamArrays::is_written_at_once(int kind) const {
   return config_.eager && (is_state(kind) || kind == kAverage);
 }

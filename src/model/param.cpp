@@ -48,7 +48,7 @@ uint32_t agc_axes(int32_t units, const std::vector<int64_t>& shape) {
 }  // namespace
 
 bool Part::has_whole(int64_t block, const std::vector<int64_t>& shape) const {
-  if (!is_cut(shape)) return true;
+  if (!is_cut(shape) || count_of(shape) == 0) return true;
   const LastCut cut(whole, shape);
   const auto a = static_cast<size_t>(cut.axis);
   const auto fits = [&](int64_t indices) { return indices * cut.inner % block == 0; };

@@ -225,9 +225,9 @@ struct Tensor {
   double lr_scale = 1, weight_decay_scale = 1;
   Part part;
   bool removed = false;
-  int32_t key =
-      0;  // its number in the keys of random bits, which no other has or had; of a part, which the
-          // ranks do not add in one order, from kLeastNameKey on and made of its name
+  // Its number in the keys of random bits, which no other has or had. That of a part, which the ranks do not add in one
+  // order, is made of its name.
+  int32_t key = 0;
   size_t made_by = 0;     // of the calls that made arrays, the one that made its own
   void* low = nullptr;    // of a compensated accumulator
   RowSet* set = nullptr;  // with ga_param_options.rows

@@ -204,6 +204,105 @@ TEST(RankFiles, OtherBlocksOf8Bits) {
   }
 }
 
+// Blocks of a context alone that would lie in two parts: 33 of 256 elements, where each part has 33 of 128.
+TEST(RankFiles, BlocksIn8BitsThatPartsCut) {
+  const Folder folder;
+  const std::string path = folder / "alone.ga";
+  ga_optimizer o = optimizer(GA_OPTIMIZER_ADAMW);
+  o.state_dtype = GA_STATE_8BIT;
+  Context alone(summing());
+  alone.group(o);
+  std::vector<float> p(66 * 128), g(66 * 128, 1.0f);
+  alone.param(0, "w", p.data(), ref::Shape{66, 128});
+  alone.accumulate({g.data()}, 1);
+  step(alone);
+  ASSERT_OK(ga_save(alone, path.c_str(), nullptr));
+  EXPECT_EQ(contents(path).find("code_block"), std::string::npos)
+      << "of which older versions know nothing";
+  on_ranks(2, [&](int32_t r, ga_comm* comm) {
+    Context ctx(summing());
+    ctx.group(o);
+    std::vector<float> part(33 * 128);
+    const ga_param id = ctx.param(0, "w", part.data(), ref::Shape{33, 128});
+    const int64_t whole[] = {66, 128}, first[] = {33 * r, 0};
+    ASSERT_OK(ga_param_set_part(ctx, id, whole, first, 1));
+    ga_comm_options options = comm_options();
+    options.shard = GA_SHARD_PARAMETERS;
+    ASSERT_OK(ga_context_set_comm(ctx, comm, &options));
+    ga_state_options keep;
+    ASSERT_OK(ga_state_options_init(&keep, sizeof keep));
+    keep.settings = GA_SETTINGS_KEEP;
+    for (const ga_state_options* with : {static_cast<const ga_state_options*>(nullptr),
+                                         static_cast<const ga_state_options*>(&keep)})
+      expect_failure(ga_load(ctx, path.c_str(), with), "lie in more than one part",
+                     GA_ERROR_INVALID_ARGUMENT);
+  });
+}
+
+// Random bits go on where a context alone has begun, and the other way round.
+TEST(RankFiles, RandomBitsOfOneProcess) {
+  const Folder folder;
+  const std::string path = folder / "run.ga";
+  ga_optimizer o = optimizer(GA_OPTIMIZER_ADAMW);
+  o.state_dtype = GA_BF16;
+  constexpr int64_t kRows = 40, kColumns = 12, kSize = kRows * kColumns;
+  // Steps [from, to), on one rank or several, or alone (0).
+  const auto run = [&](int32_t ranks, const std::string& load, int from, int to,
+                       const std::string& save) {
+    std::vector<float> all(kSize, 1.0f);
+    const auto work = [&](int32_t r, ga_comm* comm) {
+      Context ctx(summing());
+      ctx.group(o);
+      const int64_t rows = kRows / std::max(ranks, 1), size = rows * kColumns, at = r * size;
+      std::vector<float> before(3, 1.0f);  // so that numbers of parameters differ from rank to rank
+      if (ranks == 0 || r == 1) ctx.param(0, "a", before.data(), ref::Shape{3});
+      const ga_param id =
+          ctx.param(0, "w", &all[static_cast<size_t>(at)], ref::Shape{rows, kColumns});
+      if (comm) {
+        const int64_t whole[] = {kRows, kColumns}, first[] = {r * rows, 0};
+        ASSERT_OK(ga_param_set_part(ctx, id, whole, first, 1));
+        ga_comm_options options = comm_options();
+        options.shard = GA_SHARD_PARAMETERS;
+        options.reduced = GA_REDUCED_SUM;
+        ASSERT_OK(ga_context_set_comm(ctx, comm, &options));
+      }
+      ga_state_options s;
+      ASSERT_OK(ga_state_options_init(&s, sizeof s));
+      s.allow_missing = 1;
+      s.allow_extra = 1;
+      if (!load.empty()) {
+        ASSERT_OK(ga_load(ctx, load.c_str(), &s)) << ga_last_error();
+      }
+      for (int t = from; t < to; ++t) {
+        const Tensor g = random_tensor(GA_F32, kSize, static_cast<uint64_t>(t));
+        std::vector<float> own(static_cast<size_t>(size)), none(3);
+        for (int64_t i = 0; i < size; ++i)
+          own[static_cast<size_t>(i)] = static_cast<float>(g.get(at + i));
+        std::vector<const void*> list = {own.data()};
+        if (id == 1) list.insert(list.begin(), none.data());
+        ctx.accumulate(list, 1.0 / std::max(ranks, 1));
+        step(ctx);
+      }
+      if (!save.empty()) {
+        ASSERT_OK(ga_save(ctx, save.c_str(), nullptr)) << ga_last_error();
+      }
+    };
+    if (ranks == 0)
+      work(0, nullptr);
+    else
+      on_ranks(ranks, work);
+    return all;
+  };
+  for (const int32_t before : {0, 2}) {
+    const std::vector<float> whole = run(before, "", 0, 4, "");
+    run(before, "", 0, 2, path);
+    for (const int32_t after : {0, 2}) {
+      SCOPED_TRACE(testing::Message() << before << " to " << after);
+      EXPECT_EQ(run(after, path, 2, 4, ""), whole);
+    }
+  }
+}
+
 // A context alone loads all of it, in the middle of a window too, and one rank each its part of what one process has
 // saved.
 TEST(RankFiles, OneProcessThereAndBack) {

@@ -61,7 +61,7 @@ GA_DEVICE void measure_four(const Op& op, const View<T>& view, const Four<T>& g,
 template <class T>
 GA_APART void follow(const UpdateTask& task, const ParamPlan& plan, bool copied, bool averaged,
                      int64_t first, int i, int count, Four<T> p) {
-  const int64_t index = task.drawn + first;
+  const int64_t index = task.first + first;
   if (copied && task.copy.data)
     Writer<T>(task.copy, first, {task.stochastic, plan.copy_key}, index)(i, count, p);
   if (!averaged || !task.average.data) return;
@@ -122,7 +122,7 @@ struct AnyArrays {
 
   GA_DEVICE void store_state(int i, int count, const Four<T>* s) const {
     if (!pass.writes_state) return;
-    const int64_t index = task.drawn + first;
+    const int64_t index = task.first + first;
     if (task.state[0].format == native<T>) {
       for (int k = 0; k < kSlots; ++k)
         Writer<T>(task.state[k], first, kNearest, index)(i, count, s[k]);
@@ -159,7 +159,7 @@ GA_APART void update_any(const UpdateTask& task, const ParamPlan& plan, bool row
     source.format = native<T>;
   }
   const AnyArrays<Op, false> at(task, plan, source, first);
-  const Writer<T> store(task.param, first, {task.stochastic, plan.copy_key}, task.drawn + first);
+  const Writer<T> store(task.param, first, {task.stochastic, plan.copy_key}, task.first + first);
   GA_ROLLED
   for (int i = from; i < count; i += step) {
     const int m = count - i < 4 ? count - i : 4;

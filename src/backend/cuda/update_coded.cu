@@ -50,7 +50,7 @@ class CodedState {
   };
 
   GA_DEVICE CodedState(const UpdateTask& task, const ParamPlan& plan, int64_t first)
-      : index_(static_cast<uint64_t>(task.drawn + first)),
+      : index_(static_cast<uint64_t>(task.first + first)),
         key_(plan.state_key),
         chance_{Chance(key_, index_ >> 32), Chance(key_ + 2, index_ >> 32)} {
     each_slot<Op, kMeasuring>([&](auto slot) {
@@ -233,7 +233,7 @@ class AlignedArrays {
             advanced(task.gradient.source.data, task.gradient.source.format, task.first + first)),
         param_(advanced(task.param.data, kParam, first)),
         copy_(task.copy.data ? advanced(task.copy.data, GA_BF16, first) : nullptr),
-        index_(static_cast<uint64_t>(task.drawn + first)),
+        index_(static_cast<uint64_t>(task.first + first)),
         key_(plan.copy_key),
         chance_(key_, index_ >> 32),
         stochastic_(task.stochastic),
@@ -456,7 +456,7 @@ struct UpdateCoded {
       if (count > 0) raw[f] = at.fetch(part.begin + i, count);
     }
     const Writer<float> store(task.param, first, {task.stochastic, plan.copy_key},
-                              task.drawn + first);
+                              task.first + first);
     for (int f = 0; f < kFours; ++f) {
       const int i = element(thread, f), count = part.of_four(i);
       if (count == 0) continue;

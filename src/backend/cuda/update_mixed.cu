@@ -123,9 +123,9 @@ class MixedArrays {
             advanced(task.gradient.source.data, task.gradient.source.format, task.first + first)),
         param_(advanced(task.param.data, kParam, first)),
         copy_(task.copy.data ? advanced(task.copy.data, GA_BF16, first) : nullptr),
-        index_(static_cast<uint32_t>(task.drawn + first)),
-        of_copy_(plan.copy_key, high(task.drawn + first)),
-        of_state_(plan.state_key, high(task.drawn + first)),
+        index_(static_cast<uint32_t>(task.first + first)),
+        of_copy_(plan.copy_key, high(task.first + first)),
+        of_state_(plan.state_key, high(task.first + first)),
         stochastic_(task.stochastic),
         is_bf16_(task.gradient.source.format == GA_BF16) {
     for (int k = 0; k < kSlots; ++k) state_[k] = advanced(task.state[k].data, kState, first);
@@ -134,7 +134,7 @@ class MixedArrays {
   // Whether the arrays are so, and the indices of the n elements from `first` on differ in the lower half alone.
   GA_DEVICE bool fits(const UpdateTask& task, int64_t first, int n) const {
     const Source& g = task.gradient.source;
-    bool good = high(task.drawn + first) == high(task.drawn + first + n - 1) && g.data &&
+    bool good = high(task.first + first) == high(task.first + first + n - 1) && g.data &&
                 (g.format == GA_F32 || g.format == GA_BF16) && task.param.format == kParam &&
                 is_whole(gradient_) && is_whole(param_);
     if (copy_) good = good && kParam == GA_F32 && task.copy.format == GA_BF16 && is_whole(copy_);

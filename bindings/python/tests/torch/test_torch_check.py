@@ -503,7 +503,7 @@ def test_the_page(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> No
         if name not in ("keras", "optax"):  # which test_keras_check.py runs
             exec(compile(block, name, "exec"), {})
     assert (tmp_path / "check.html").exists()
-    rows = re.findall(r"^\| (.+?) \| .* \|$", page.partition("## What it finds")[2].partition("Notes, which")[0], re.M)
+    rows = re.findall(r"^\| (.+?) \| .* \|$", page.partition("## The faults that are found")[2].partition("Notes, which")[0], re.M)
     assert {name for row in rows[2:] for name in row.split(", ")} == set(ADVICE)
 
 

@@ -305,6 +305,28 @@ def in_8_bits(rank: int, count: int, folder: str) -> Any:
     return found
 
 
+def coded_as_numbers(rank: int, count: int, _: str) -> Any:
+    """Codes of one process, whose blocks lie in two parts, go to ranks as numbers, and so do those of a mesh of one."""
+    torch.manual_seed(5)
+    value, gradient = torch.randn(66, 128), torch.randn(66, 128)
+    alone = torch.nn.Parameter(value.clone())
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (count, 1), mesh_dim_names=("copy", "one"))
+    optimizers = [gt.AdamW([alone], state_dtype="8bit", distributed=False)]
+    for of, placements in ((mesh["copy"], [Shard(0)]), (mesh, [Replicate(), Shard(0)])):
+        tensor = torch.nn.Parameter(distribute_tensor(value, of, placements))
+        optimizers.append(gt.AdamW([tensor], state_dtype="8bit", data_mesh=()))
+    alone.grad = gradient
+    optimizers[0].accumulate()
+    optimizers[0].step()
+    state = optimizers[0].state_dict()
+    assert state["state"][0]["exp_avg_scale"].numel() == 33
+    found = [optimizers[0].state_dict(as_numbers=True)["state"][0]]
+    for optimizer in optimizers[1:]:
+        optimizer.load_state_dict({key: state[key] for key in ("state", "param_groups")})
+        found.append(optimizer.state_dict()["state"][0])
+    return [{name: fsdp.whole(of[name]) for name in ("exp_avg", "exp_avg_sq")} for of in found]
+
+
 def coded_net() -> Any:
     torch.manual_seed(4)
     return torch.nn.Sequential(torch.nn.Linear(96, 72), torch.nn.Linear(72, 640), torch.nn.Linear(640, 8))
@@ -552,7 +574,7 @@ FOUR: list[Case] = [
     to_other_ranks,
 ]  # fmt: skip
 OTHERS: dict[int, list[Case]] = {
-    2: [reduced_gradients, ahead, partial_gradients, schedule_free, documented, in_16_bits, in_8_bits],
+    2: [reduced_gradients, ahead, partial_gradients, schedule_free, documented, in_16_bits, in_8_bits, coded_as_numbers],
     4: [reduced_gradients, ahead, partial_gradients, schedule_free, documented, stages, in_8_bits],
 }
 
@@ -630,6 +652,15 @@ def test_state_in_8_bits_goes_on_on_any_ranks(found: dict[int, list[dict[str, An
             for way in rank["in_8_bits"]:
                 for name, value in net.state_dict().items():
                     assert torch.equal(value, way[name]), name
+
+
+def test_codes_of_one_process_become_numbers(found: dict[int, list[dict[str, Any]]]) -> None:
+    for rank in found[2]:
+        want, *others = rank["coded_as_numbers"]
+        for got in others:
+            for name, least in (("exp_avg", 2.0**-15), ("exp_avg_sq", 2.0**-31)):
+                step = torch.maximum(want[name].abs() / 15, want[name].abs().max() * least)
+                assert ((got[name] - want[name]).abs() <= step).all()
 
 
 @pytest.mark.parametrize("count", [2, 4])

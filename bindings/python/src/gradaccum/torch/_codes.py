@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .. import Config, Context, Dtype, Error, Param, Precision
 from .. import Optimizer as Settings
+from ._parts import WHOLE, is_part
 from ._slots import Slot, flat
 
 BLOCK = 256
@@ -122,20 +123,22 @@ class Coders:
 
     def numbers(self, slot: Slot, name: str, state: Mapping[str, Any]) -> Tensor:
         """The numbers of an array of which a state dictionary has codes, in the shape of these."""
-        codes = _local(slot, state[name + CODES])
-        scale = state.get(name + SCALE)
+        codes, scale = state[name + CODES], state.get(name + SCALE)
         if scale is None:
             raise ValueError(f'it has "{name}{CODES}", but no "{name}{SCALE}"')
-        return self.decoded(slot, name, codes, _plain(scale)).reshape(codes.shape)
+        if is_part(codes) or is_part(scale):
+            raise ValueError("its codes are a DTensor, but parts take numbers, as state_dict(as_numbers=True) has them")
+        codes = _plain(codes)
+        return self.decoded(slot, name, codes, _plain(scale).to(torch.float32)).reshape(codes.shape)
 
     def arrays(self, slot: Slot, name: str, state: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """The codes and the scales that a parameter takes, of what a state dictionary has: those, or numbers."""
         counts = {info.name: info.count for info in slot.own.states}
         scales = counts[name + SCALE]
         if name + CODES in state:
-            given = state.get(name + SCALE)
-            if slot.memory.is_contiguous() and given is not None and given.numel() == scales:
-                return _local(slot, state[name + CODES]), _plain(given)
+            codes, given = state[name + CODES], state.get(name + SCALE)
+            if is_whole(slot) and given is not None and given.numel() == scales:
+                return _plain(codes), _plain(given).to(torch.float32)
             numbers = flat(self.numbers(slot, name, state), slot)
         else:
             numbers = flat(torch.as_tensor(state[name]), slot)
@@ -145,7 +148,7 @@ class Coders:
 
 def is_whole(slot: Slot) -> bool:
     """Whether codes of a state dictionary are in the order of memory, and their blocks those of the whole."""
-    return slot.memory.is_contiguous() and not slot.part.is_cut
+    return slot.memory.is_contiguous() and slot.part is WHOLE
 
 
 def is_scale(name: str, others: Mapping[str, Any]) -> bool:
@@ -169,9 +172,5 @@ def _block(codes: Tensor, scale: Tensor) -> int:
     return block
 
 
-def _local(slot: Slot, array: Any) -> Tensor:
-    return slot.part.array(torch.as_tensor(array).detach()).cpu().contiguous()
-
-
 def _plain(array: Any) -> Tensor:
-    return torch.as_tensor(array).detach().cpu().contiguous().to(torch.float32)
+    return torch.as_tensor(array).detach().cpu().contiguous()
