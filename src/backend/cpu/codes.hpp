@@ -67,19 +67,29 @@ GA_INLINE void put_codes(uint8_t* p, Registers::Word codes) {
 #endif
 }
 
-// offset: a multiple of the block. Here and below, what is read and written is padded to whole registers: tiles are to
-// whole groups, and the library's arrays to whole cache lines.
+// f(b, n, scale) for each block of [offset, offset + count): the n elements from offset + b on, and the place of their
+// scale. offset: a multiple of the block.
+template <class F>
+GA_INLINE void each_code_block(const CodedState& s, int64_t offset, int64_t count, F&& f) {
+  const int64_t block = s.block;
+  float* scale = s.scales + (block == kCodeBlock ? offset / kCodeBlock : offset / block);
+  int64_t b = 0;
+  if (block == kCodeBlock)  // a constant, for the loops
+    for (; b + kCodeBlock <= count; b += kCodeBlock) f(b, int64_t{kCodeBlock}, scale++);
+  for (; b < count; b += block) f(b, smaller(block, count - b), scale++);
+}
+
+// Here and below, what is read and written is padded to whole registers: tiles are to whole groups, and the library's
+// arrays to whole cache lines.
 template <bool kSigned>
 [[gnu::noinline]] void load_codes(const CodedState& s, int64_t offset, int64_t count, float* tile) {
-  const float* scales = s.scales + offset / s.block;
-  for (int64_t b = 0; b < count; b += s.block) {
-    const int64_t n = smaller(s.block, count - b);
-    const uint8_t* const __restrict codes = s.codes + offset + b;
-    const float scale = *scales++;
-    float* const __restrict x = tile + b;
-    for (int64_t i = 0; i < n; i += kFloats)
-      put(x + i, Codes<kSigned, Registers>::read(get_codes(codes + i), Floats{} + scale));
-  }
+  const uint8_t* const __restrict codes = s.codes + offset;
+  float* const __restrict to = tile;
+  each_code_block(s, offset, count, [&](int64_t b, int64_t n, const float* at) GA_INLINE_BODY {
+    const Floats scale = Floats{} + *at;
+    for (int64_t i = b; i < b + n; i += kFloats)
+      put(to + i, Codes<kSigned, Registers>::read(get_codes(codes + i), scale));
+  });
 }
 
 template <bool kSigned, int kHalf>
@@ -127,14 +137,9 @@ template <bool kSigned, int kHalf>
 template <bool kSigned, int kHalf>
 [[gnu::noinline]] void store_codes(const CodedState& s, int64_t offset, int64_t count,
                                    const float* tile, const uint32_t* random) {
-  float* scale = s.scales + offset / s.block;
-  const auto block = [&](int64_t b, int64_t n) GA_INLINE_BODY {
-    store_block<kSigned, kHalf>(tile + b, n, s.codes + offset + b, scale++, random + b);
-  };
-  int64_t b = 0;
-  if (s.block == kCodeBlock)  // a constant, for the loops
-    for (; b + kCodeBlock <= count; b += kCodeBlock) block(b, kCodeBlock);
-  for (; b < count; b += s.block) block(b, smaller(s.block, count - b));
+  each_code_block(s, offset, count, [&](int64_t b, int64_t n, float* scale) GA_INLINE_BODY {
+    store_block<kSigned, kHalf>(tile + b, n, s.codes + offset + b, scale, random + b);
+  });
 }
 
 // Stores a tile of two slots, which share the random bits of an element. A tile may be NULL: a slot that is no codes.
