@@ -30,7 +30,7 @@ GA_HD constexpr int64_t block_count(int64_t elements, int64_t block) {
   return (elements + block - 1) / block;
 }
 
-// Of blocks no one of which lies in two rows of so many elements; 0: rows cannot be cut into any.
+// The elements of a block where none may lie in two rows of `columns` elements; 0: no block is large enough.
 constexpr int32_t block_of_rows(int64_t columns) {
   const int64_t block = columns & -columns;
   return block < kLeastBlock ? 0 : block < kCodeBlock ? static_cast<int32_t>(block) : kCodeBlock;

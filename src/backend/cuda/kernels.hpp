@@ -94,7 +94,7 @@ bool is_mixed(const UpdateTask& task);
 template <class T>
 void measure(const Queue& queue, const UpdateTask* tasks, const ListPart& list,
              const ScalarTables& tables);
-// The same for parameters with state in 8 bits that the pass reads or writes.
+// update() and measure() of parameters whose state in 8 bits the pass reads or writes.
 void update_coded(const Queue& queue, const UpdateTask* tasks, const ListPart& list);
 void measure_coded(const Queue& queue, const UpdateTask* tasks, const ListPart& list,
                    const ScalarTables& tables);

@@ -118,7 +118,7 @@ class CodedState {
     return block;
   }
 
-  // Writes them.
+  // Writes the scales of a block, counted from the first.
   GA_DEVICE void store_scales(int of_block, const Blocks& block) const {
     each_slot<Op, kMeasuring>([&](auto slot) {
       if constexpr (is_coded_slot<Op>(slot))
