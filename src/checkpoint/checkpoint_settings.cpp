@@ -196,7 +196,7 @@ void Checkpoint::compare_settings() const {
         Fields(*text, key.c_str()),
         [&, &key = key](const char* field, const char* theirs, const char* here) {
           if ((keeps && !is_cut(key, field)) || (takes && may_be_taken(key, field))) return;
-          if (begins_with(key, "parameter.") && std::strcmp(field, "index") == 0) return;
+          if (begins_with(key, "parameter.") && std::strcmp(field, "index") == 0 && here) return;
           const bool kind = std::strcmp(field, "kind") == 0 && is_optimizer(key);
           const auto text_of = [&](const char* number) {
             return kind ? optimizer_name(number) : readable(number);
