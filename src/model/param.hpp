@@ -298,6 +298,10 @@ class ParamList {
   // Whether some of its state is.
   bool is_coded(const Param& p) const { return is_coded(p, rules()); }
   bool has_master(Which w) const { return has_master(w, rules()); }
+  // Whether gradients of some of its rows may come.
+  bool takes_rows(Which w) const {
+    return tensor(w).options.rows != GA_ROWS_NONE && !tensor(w).removed;
+  }
   // Whether its master weights follow what the program writes to it.
   bool follows(Which w) const { return tensor(w).options.follow_data != 0 && has_master(w); }
   Keeper keeper(Which w) const { return keeper(w, rules()); }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The other ranks, as the parts and stages of a context see them. ranks/exchange.hpp is the real one; what stands
-// here is a context that is alone.
+// The other ranks, as the parts and stages of a context see them. ranks/ has the real ones; what stands here is a
+// context that is alone.
 #pragma once
 
 #include <cstdint>
@@ -91,15 +91,16 @@ class Ranks {
     (void)discards;
     return true;
   }
-  // Adds up the gradients, where hosts do, and the sums of the window.
-  virtual void add_gradients() {}
-  // What the backend calls between the sums and the decision.
-  virtual OverRanks over_ranks() { return {}; }
-  // Adds up the gradients and the sums on a device. norms: of which the norms are taken, none afterwards. units: which
-  // this rank clips a part of, for all.
-  virtual void exchange_all(const WindowTotals&, Params& norms, Params units) {
-    (void)norms, (void)units;
+  // Adds up the gradients. write() has the tables say what the window has brought, and returns what is still to be
+  // summed before the decision: hosts call it when they have the sums of the gradients, devices before they add up,
+  // for they do so by the tables. units: of a device, which parameters this rank clips a part of, for all.
+  using WriteWindow = std::function<StepSums()>;
+  virtual StepSums reduce(const WindowTotals&, Params units, const WriteWindow& write) {
+    (void)units;
+    return write();
   }
+  // What the backend calls between the sums and the decision: adds up the sums where hosts do.
+  virtual OverRanks over_ranks() { return {}; }
   // Tells the other ranks that this one discards the window.
   virtual void discard() {}
   virtual bool has_failed() const { return false; }

@@ -13,6 +13,9 @@
 
 namespace ga {
 
+constexpr int64_t kRowBytes =
+    int64_t{8} << 20;  // of rows, which travel by themselves, at most, in one exchange
+
 // A part of a parameter in a bucket. Packed: it begins at element `at` of the bucket. In place: `first`
 // counts from the beginning of each rank's piece. As a whole: `first` is of the parameter.
 struct Segment {

@@ -5,10 +5,23 @@
 #include "core/error.hpp"
 #include "model/model.hpp"
 #include "model/table_writer.hpp"
-#include "ranks/exchange.hpp"
+#include "ranks/device_exchange.hpp"
+#include "ranks/host_exchange.hpp"
 #include "ranks/own_parameters.hpp"
 
 namespace ga {
+namespace {
+
+template <class Kind>
+std::unique_ptr<Ranks> join_as(const Stages& stages, RankState& state, std::shared_ptr<Comm> comm,
+                               const ga_comm_options& options) {
+  auto ranks = std::make_unique<Kind>(stages, state, std::move(comm), options);
+  ranks->watch(true);
+  ranks->agree();
+  return ranks;
+}
+
+}  // namespace
 
 void connect(const Stages& stages, RankState& state, std::shared_ptr<Comm> comm,
              const ga_comm_options& options) {
@@ -44,16 +57,10 @@ void connect(const Stages& stages, RankState& state, std::shared_ptr<Comm> comm,
   model.ranks->watch(false);
   if (comm) {
     try {
-      if (options.shard == GA_SHARD_PARAMETERS) {
-        auto own = std::make_unique<OwnParameters>(stages, state, std::move(comm), options);
-        own->agree();
-        next = std::move(own);
-      } else {
-        auto exchange = std::make_unique<Exchange>(stages, state, std::move(comm), options);
-        exchange->watch(true);
-        exchange->agree();
-        next = std::move(exchange);
-      }
+      const auto join = options.shard == GA_SHARD_PARAMETERS   ? join_as<OwnParameters>
+                        : model.config.device == GA_DEVICE_CPU ? join_as<HostExchange>
+                                                               : join_as<DeviceExchange>;
+      next = join(stages, state, std::move(comm), options);
     } catch (...) {
       model.ranks->watch(true);
       undivide(model.ranks->shards());

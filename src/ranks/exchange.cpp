@@ -7,78 +7,71 @@
 
 #include "batchnorm/batchnorm.hpp"
 #include "core/error.hpp"
-#include "core/fp_mode.hpp"
 #include "files/fields.hpp"
 #include "model/preparation.hpp"
 #include "ranks/bits.hpp"
 
 namespace ga {
+namespace {
+
+[[noreturn]] void refuse_capture(const char* why) {
+  fail(GA_ERROR_INVALID_STATE, "%s, which is not possible while the stream is being captured", why);
+}
+
+// With an adder, which the transport has.
+ga_comm_options chosen(ga_comm_options options, const Comm& comm) {
+  if (options.adder == GA_COMM_ADDER_AUTO)
+    options.adder =
+        options.wire == GA_COMM_WIRE_EXACT ? comm.default_adder() : int32_t{GA_COMM_ADDER_LIBRARY};
+  if (options.adder == GA_COMM_ADDER_TRANSPORT && !comm.adds())
+    fail(
+        GA_ERROR_UNSUPPORTED,
+        "adder was GA_COMM_ADDER_TRANSPORT, but this communicator adds nothing up: MPI does, and a "
+        "ga_comm_table with all_reduce and reduce_scatter");
+  return options;
+}
+
+}  // namespace
+
 Exchange::Exchange(const Stages& stages, RankState& state, std::shared_ptr<Comm> comm,
                    const ga_comm_options& options)
     : Agreement(std::move(comm)),
       stages_(stages),
       model_(stages.model),
       state_(state),
-      options_(options),
-      buckets_(comm_->ranks()),
-      adder_(model_.backend.get()) {
-  if (options_.adder == GA_COMM_ADDER_AUTO)
-    options_.adder = options_.wire == GA_COMM_WIRE_EXACT ? comm_->default_adder()
-                                                         : int32_t{GA_COMM_ADDER_LIBRARY};
-  if (options_.adder == GA_COMM_ADDER_TRANSPORT && !comm_->adds())
-    fail(
-        GA_ERROR_UNSUPPORTED,
-        "adder was GA_COMM_ADDER_TRANSPORT, but this communicator adds nothing up: MPI does, and a "
-        "ga_comm_table with all_reduce and reduce_scatter");
-  if (overlaps() && !on_device() && comm_->any_thread()) {
-    ga_config config = model_.config;
-    config.num_threads = 1;
-    config.parallel_for = nullptr;
-    own_backend_ = make_cpu_backend(config);
-    background_ = std::make_unique<Background>([this](size_t item) {
-      const FpMode mode;
-      run_item(item, *own_backend_);
-    });
-  }
-  comm_->take(on_device() ? model_.backend.get() : nullptr, model_.config.device_ordinal);
-  model_.params.sharded = shards();
-  model_.params.whole_layers = on_device();
+      options_(chosen(options, *comm_)),
+      shards_(model_, *comm_, options_.shard == GA_SHARD_OPTIMIZER),
+      transfer_(model_, *comm_, shards_, options_, [this](ga_param id) { return brings(id); }) {
+  comm_->take(model_.config.device == GA_DEVICE_CPU ? nullptr : model_.backend.get(),
+              model_.config.device_ordinal);
 }
 
-Exchange::~Exchange() {
-  // Also where agree() has failed: an exchange that was given up may go on.
-  if (may_write_late()) model_.backend->keep_memory();
-  if (background_ && background_->close()) comm_->abort();
-  background_.reset();
-  if (comm_->on_stream()) {
-    try {
-      if (begun_) model_.backend->device()->join_aside();
-      model_.backend->wait();  // while somebody watches
-    } catch (const Error&) {   // the context has it
-    }
-    watch(false);
-  }
-  comm_->give_back();
-}
-
-void Exchange::watch(bool on) {
-  if (on && comm_->on_stream()) {
-    model_.backend->device()->set_watch(
-        [comm = comm_.get()](double seconds) { comm->watch(seconds); });
-    watching_ = true;
-  } else if (watching_) {
-    model_.backend->device()->set_watch({});
-    watching_ = false;
-  }
-}
+Exchange::~Exchange() { comm_->give_back(); }
 
 int64_t Exchange::bytes() const {
-  size_t bytes =
-      room_.bytes() + device_bits_.bytes() + records_.bytes() + pieces_.bytes() +
-      device_partials_.bytes() + device_pairs_.bytes() +
-      (sent_.capacity() + gathered_.capacity() + payloads_.capacity()) * sizeof(uint64_t);
-  for (const Buffer& wide : wide_) bytes += wide.bytes();
-  return static_cast<int64_t>(bytes);
+  return transfer_.bytes() +
+         static_cast<int64_t>(records_.bytes() +
+                              (sent_.capacity() + gathered_.capacity() + payloads_.capacity()) *
+                                  sizeof(uint64_t));
+}
+
+void Exchange::prepare_release() {
+  if (overlaps()) stages_.preparation.prepare();
+}
+
+// What layers exchange comes first: all ranks make these calls together, so that all go on in one order.
+void Exchange::release_ready() {
+  or_lose_window([this] {
+    if (!has_failed() && !stages_.layers.awaits_sums()) run_ready();
+  });
+}
+
+bool Exchange::is_ready(const Bucket& bucket) const {
+  for (size_t k = bucket.first; k < bucket.end; ++k) {
+    const Param& p = model_.params[transfer_.buckets().segments()[k].param];
+    if (!p.window.ready || p.held() == Held::kRows) return false;
+  }
+  return true;
 }
 
 // ---- What every collective call begins with -----------------------------------------------------
@@ -185,19 +178,6 @@ void Exchange::check_empty(const char* what) const {
            what, q);
 }
 
-void Exchange::on_all_ranks(const char* what, bool by_one,
-                            const std::function<void(const Ready&)>& work) {
-  begin_call(what);
-  by_one = by_one && !shards() && !has_open_window();
-  all_or_none(what, !by_one || rank() == 0, by_one, work);
-}
-
-void Exchange::begin_sharded_call(const char* what) {
-  if (!shards()) return;
-  begin_call(what);
-  check_empty(what);
-}
-
 void Exchange::end_sweep(const Subject& of, const BnTask& task, const BnSweepEnd& end,
                          int64_t micro_batches, const std::function<void()>& ready) {
   comm_->check();
@@ -243,6 +223,33 @@ void Exchange::agree_on_sweep(const Subject& of, int64_t micro_batches,
             "it has no statistics on any rank; ga_bn_accumulate brings them");
 }
 
+int64_t Exchange::longest_record() const {
+  int64_t most = 0;
+  const Table<BnInput>& layers = model_.tables.layers;
+  for (size_t l = 0; l < layers.size(); ++l) most = std::max(most, layers[l].channels);
+  return BnSweepEnd{0, false}.words(most);
+}
+
+// A checksum of what decides how much is exchanged, which changes between windows alone.
+uint64_t Exchange::shape_digest() const {
+  uint64_t digest = model_.params.size();
+  const auto add = [&](uint64_t x) { digest = (digest ^ x) * 0x100000001b3; };
+  for (const Param& p : model_.params) add(p.frozen ? 0 : static_cast<uint64_t>(p.count) + 1);
+  const Table<BnInput>& layers = model_.tables.layers;
+  for (size_t l = 0; l < layers.size(); ++l)
+    add(2 * static_cast<uint64_t>(layers[l].channels) + layers[l].frozen);
+  return digest;
+}
+
+// Throws if the hosts would have to meet while the stream is being captured.
+void Exchange::check_capturing(const char* what) const {
+  if (!model_.backend->capturing()) return;
+  if (!comm_->on_stream())
+    refuse_capture((std::string(what) + " are exchanged by way of the host").c_str());
+  if (shape_digest() != agreed_on_)
+    refuse_capture("the ranks have to agree on parameters or layers that have changed");
+}
+
 // For this rank's record and those of all ranks, of so many words each.
 double* Exchange::room_for_records(int64_t words) {
   const size_t bytes =
@@ -282,8 +289,8 @@ Exchange::Items Exchange::tensor_items() const {
     f.add("rank", static_cast<int64_t>(t.shape.size()));
     for (size_t d = 0; d < t.shape.size(); ++d)
       f.add(("dimension_" + std::to_string(d)).c_str(), t.shape[d]);
-    f.add("piece", parts_.divisions[i].piece);
-    f.add("owner", parts_.divisions[i].owner);
+    f.add("piece", shards_.of(i).piece);
+    f.add("owner", shards_.of(i).owner);
     f.add("follow_data", t.options.follow_data);
     items.emplace_back("parameter " + std::string(t.name), f.text());
   }
@@ -307,16 +314,17 @@ Exchange::Items Exchange::settings_items() const {
   return items;
 }
 
-// Throws if there is a parameter that this exchange cannot have.
-void Exchange::check_tensors() const {
-  if (on_device()) check_tensors_of_device();
+void Exchange::check_settings() {
+  for (int32_t q = 1; q < comm_->ranks(); ++q)
+    if (header_of(q).settings != header_of(0).settings) explain("the settings", settings_items());
 }
 
 uint64_t Exchange::tensors_digest() {
-  if (!tensors_known_) {
+  if (!tensors_known_ || divisions_known_ != shards_.changes()) {
     divide();
     tensors_ = digest_of(tensor_items());
     tensors_known_ = true;
+    divisions_known_ = shards_.changes();
   }
   return tensors_;
 }
@@ -330,87 +338,10 @@ uint64_t Exchange::settings_digest() {
   return settings_ * 31 + tensors;
 }
 
-void Exchange::check_settings() {
-  for (int32_t q = 1; q < comm_->ranks(); ++q)
-    if (header_of(q).settings != header_of(0).settings) explain("the settings", settings_items());
-}
-
 uint64_t Exchange::arrays_digest() const {
   uint64_t digest = model_.params.size();
   for (const Param& p : model_.params) digest = (digest ^ p.owns) * 0x100000001b3;
   return digest;
-}
-
-// A parameter has arrays on all ranks or on none, for state that is there is compared, saved and averaged. A rank
-// may have made them alone, in ga_prepare or for a window that was discarded, before the parameter was frozen.
-void Exchange::share_arrays(const char* what) {
-  bool same = true;
-  for (int32_t q = 1; q < comm_->ranks(); ++q)
-    same = same && header_of(q).arrays == header_of(0).arrays;
-  if (same) return;
-  const size_t n = model_.params.size(), words = words_for_bits(n);
-  std::vector<uint64_t> own(words), all(static_cast<size_t>(comm_->ranks()) * words);
-  for (size_t i = 0; i < n; ++i)
-    if (model_.params[i].owns) set_bit(own.data(), i);
-  comm_->all_gather("which parameters have arrays", own.data(), all.data(),
-                    static_cast<int64_t>(words), GA_I64);
-  for (size_t k = 0; k < all.size(); ++k) own[k % words] |= all[k];
-  for (size_t i = 0; i < n; ++i) {
-    Param& p = model_.params[i];
-    p.wanted = p.wanted || bit(own.data(), i);
-    model_.arrays.look_for(p);
-  }
-  agree_on(what, [&] { stages_.preparation.make_own(); });
-}
-
-void Exchange::hand_round_bytes(int32_t q, int64_t bytes, std::vector<int64_t>& piece,
-                                const std::function<void(const TakePiece&)>& read,
-                                const TakePiece& take) {
-  const size_t most = piece.size() * sizeof(int64_t);
-  const auto hand_round = [&](size_t size) {
-    comm_->broadcast("windows", piece.data(), static_cast<int64_t>((size + 7) / 8), GA_I64, q);
-    take(piece.data(), size);
-  };
-  if (q != rank()) {
-    for (auto left = static_cast<size_t>(bytes); left > 0;) {
-      const size_t size = std::min(left, most);
-      hand_round(size);
-      left -= size;
-    }
-    return;
-  }
-  size_t filled = 0;
-  read([&](const void* data, size_t size) {
-    for (const char* from = static_cast<const char*>(data); size > 0;) {
-      const size_t n = std::min(size, most - filled);
-      std::memcpy(reinterpret_cast<char*>(piece.data()) + filled, from, n);
-      from += n;
-      size -= n;
-      filled += n;
-      if (filled < most) continue;
-      hand_round(filled);
-      filled = 0;
-    }
-  });
-  if (filled > 0) hand_round(filled);
-}
-
-// Before anything moves: all ranks cut the same parameters into buckets.
-void Exchange::agree_on_tensors() {
-  Header h = {};
-  h.call = kBegin;
-  h.number = calls_;
-  h.name = digest_of("ga_step");
-  h.settings = begun_with_;
-  h.sums.weight = begun_weight_;
-  gather_headers(h, {});
-  check_calls("ga_step");
-  for (int32_t q = 1; q < comm_->ranks(); ++q)
-    if (header_of(q).settings != header_of(0).settings) explain("the settings", tensor_items());
-  if (!model_.speculation->active()) return;
-  WindowSums sums = {};
-  for (int32_t q = 0; q < comm_->ranks(); ++q) add(sums, header_of(q).sums);
-  model_.speculation->agreed(sums.weight);
 }
 
 // ---- ga_context_set_comm ------------------------------------------------------------------------
@@ -430,40 +361,10 @@ void Exchange::agree() {
   share_arrays("ga_context_set_comm");
   if (options_.hand_out != 0) hand_out();
   check_state();
-  if (!on_device()) return;
-  agreed_on_ = shape_digest();
-  if (overlaps()) model_.backend->device()->aside([] {});  // makes the second stream
 }
 
 bool Exchange::is_check_due() const {
   return options_.check_every > 0 && model_.progress.windows() % options_.check_every == 0;
-}
-
-// Throws, on every rank, the first difference of parameters and state.
-void Exchange::check_state() {
-  const Items own = state_.items();
-  const uint64_t digest = digest_of(own);
-  std::vector<uint64_t> all(static_cast<size_t>(comm_->ranks()));
-  comm_->all_gather("the checksum of parameters and state", &digest, all.data(), 1, GA_I64);
-  if (std::any_of(all.begin(), all.end(), [&](uint64_t d) { return d != all[0]; }))
-    explain("parameters and state", own);
-}
-
-// Rank 0's parameters and state, as a state file in memory, for all ranks.
-void Exchange::hand_out() {
-  const char* const what = "ga_context_set_comm";
-  int64_t size = 0;
-  std::vector<uint64_t> bytes;
-  agree_on(what, [&] {
-    if (rank() == 0) bytes = state_.write(what, size);
-  });
-  comm_->broadcast("the size of rank 0's state", &size, 1, GA_I64, 0);
-  const size_t words = (static_cast<size_t>(size) + 7) / 8;
-  agree_on(what, [&] { bytes.resize(words); });
-  comm_->broadcast("rank 0's state", bytes.data(), static_cast<int64_t>(words), GA_I64, 0);
-  agree_on(what, [&] {
-    if (rank() != 0) state_.read(what, bytes, size);
-  });
 }
 
 }  // namespace ga

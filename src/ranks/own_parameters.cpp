@@ -466,8 +466,8 @@ bool OwnParameters::begin_end(WindowTotals& totals, bool) {
   return true;
 }
 
-// Of all ranks, for the decision.
-void OwnParameters::add_gradients() {
+// The program has reduced the gradients: what is added up here are sums for the decision.
+StepSums OwnParameters::reduce(const WindowTotals&, Params, const WriteWindow& write) {
   Control& c = *model_.tables.control.at();
   c.sums = window_;
   c.nonfinite_at = nonfinite_at_;
@@ -484,6 +484,7 @@ void OwnParameters::add_gradients() {
   }
   c.totals.all = all.value() * mean * mean;
   c.totals.shared = shared.value() * mean * mean;
+  return write();
 }
 
 void OwnParameters::discard() {

@@ -46,7 +46,7 @@ class OwnParameters final : public Ranks, private Agreement {
   double weight_ahead(double) const override { return weight_ahead_; }
   const BinnedTask* sum_ahead(ga_param param) override;
   bool begin_end(WindowTotals& totals, bool discards) override;
-  void add_gradients() override;
+  StepSums reduce(const WindowTotals& totals, Params units, const WriteWindow& write) override;
   void discard() override;
   bool has_failed() const override { return comm_->has_failed(); }
   void on_all_ranks(const char* what, bool by_one,

@@ -79,6 +79,17 @@ StepSums Step::write_window(bool discards) {
   return {params_of(norms_), update_.units_first(), update_.factored_first()};
 }
 
+// Writes the window if it may be applied or is discarded, and sends all tables that have changed.
+StepSums Step::send_window(bool may_apply, bool discards) {
+  model_.params.forget_delivered();
+  StepSums sums = {};
+  model_.health.or_break([&] {
+    if (may_apply || discards) sums = write_window(discards);
+    stages_.writer.flush();
+  });
+  return sums;
+}
+
 // ---- ga_step ------------------------------------------------------------------------------------
 
 ga_step_result Step::step() {
@@ -92,15 +103,12 @@ ga_step_result Step::step() {
   model_.progress.take_ticket();
   if (!model_.ranks->begin_end(totals, false)) return end_discarded();
   update_.make_lists();
-  model_.ranks->add_gradients();
   const bool may_apply = totals.reduced || totals.weight > 0;
   totals.last = !may_apply || !update_.settles_units();
-  model_.params.forget_delivered();
+  const StepSums sums = model_.ranks->reduce(totals, update_.units_of_shard(), [this, may_apply] {
+    return send_window(may_apply, false);
+  });
   model_.health.or_break([&] {
-    StepSums sums = {};
-    if (may_apply) sums = write_window(false);
-    stages_.writer.flush();
-    model_.ranks->exchange_all(totals, sums.norms, update_.units_of_shard());
     const bool goes = decide(totals, sums) && may_apply;
     model_.speculation->settle(goes);
     if (goes) apply();
@@ -235,11 +243,9 @@ void Step::discard_over_devices() {
   totals.discards = totals.last = true;
   if (!model_.ranks->begin_end(totals, true)) return;
   update_.make_lists();
+  model_.ranks->reduce(totals, update_.units_of_shard(),
+                       [this] { return send_window(false, true); });
   model_.health.or_break([&] {
-    write_window(true);
-    stages_.writer.flush();
-    Params no_norms = {};
-    model_.ranks->exchange_all(totals, no_norms, update_.units_of_shard());
     model_.backend->decide(totals, {}, {});
     // No rank applies this window, since this one discards it. Those in ga_step do not know that yet and exchange what
     // they have updated, which is nothing, and this rank takes part. Under FAIL they have waited for the outcome.

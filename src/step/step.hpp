@@ -36,6 +36,7 @@ class Step final : HasLists {
   bool repeats_window() const;
   void write_params(bool discards);
   StepSums write_window(bool discards);
+  StepSums send_window(bool may_apply, bool discards);
   bool decide(const WindowTotals& totals, const StepSums& sums);
   void apply();
   ga_step_result end_applied(const WindowTotals& totals);

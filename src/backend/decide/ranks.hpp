@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a step over ranks decides from, on a device (exchange_device.cpp). Templates of a ThreadGroup, as in
+// What a step over ranks decides from, on a device (ranks/device_exchange.hpp). Templates of a ThreadGroup, as in
 // decide.hpp, which decides.
 //
 // The host knows neither what other ranks bring nor, where micro-batches are checked, what its own does. So

@@ -1,88 +1,91 @@
 // SPDX-License-Identifier: Apache-2.0
-// The end of a window on a device. Its host knows neither what other ranks bring nor whether the window is
-// applied, and does not wait to learn it: every rank exchanges all gradients of all windows, zeros where it
-// has none, and the device decides by the ranks' records (ranks.hpp).
-#include <algorithm>
-#include <string>
+#include "ranks/device_exchange.hpp"
 
 #include "batchnorm/batchnorm.hpp"
 #include "core/error.hpp"
 #include "core/tensor.hpp"
 #include "model/table_writer.hpp"
-#include "ranks/exchange.hpp"
+#include "ranks/bits.hpp"
+#include "ranks/comm/comm.hpp"
 #include "window/accumulator.hpp"
 
 namespace ga {
-namespace {
 
-[[noreturn]] void refuse_capture(const char* why) {
-  fail(GA_ERROR_INVALID_STATE, "%s, which is not possible while the stream is being captured", why);
+DeviceExchange::~DeviceExchange() {
+  keep_late_memory();
+  if (!comm_->on_stream()) return;
+  try {
+    if (begun_) model_.backend->device()->join_aside();
+    model_.backend->wait();  // while somebody watches
+  } catch (const Error&) {   // the context has it
+  }
+  watch(false);
 }
 
-}  // namespace
-
-Range Exchange::own_piece(ga_param id) const {
-  return parts_.divisions[static_cast<size_t>(id)].measured(rank(), model_.params[id].count);
+void DeviceExchange::agree() {
+  Exchange::agree();
+  agreed_on_ = shape_digest();
+  if (overlaps()) model_.backend->device()->aside([] {});  // makes the second stream
 }
 
-bool Exchange::on_device() const { return model_.config.device != GA_DEVICE_CPU; }
+void DeviceExchange::watch(bool on) {
+  if (on && comm_->on_stream()) {
+    model_.backend->device()->set_watch(
+        [comm = comm_.get()](double seconds) { comm->watch(seconds); });
+    watching_ = true;
+  } else if (watching_) {
+    model_.backend->device()->set_watch({});
+    watching_ = false;
+  }
+}
 
-void Exchange::check_options(const Subject& of, const ga_param_options& o) const {
-  if (o.rows == GA_ROWS_LAZY && on_device())
+int64_t DeviceExchange::bytes() const {
+  return Exchange::bytes() + static_cast<int64_t>(device_bits_.bytes() + pieces_.bytes());
+}
+
+void DeviceExchange::check_options(const Subject& of, const ga_param_options& o) const {
+  if (o.rows == GA_ROWS_LAZY)
     of.fail(GA_ERROR_UNSUPPORTED,
             "rows was GA_ROWS_LAZY, which a context on a device that has a communicator does not "
             "take");
 }
 
-void Exchange::check_tensors_of_device() const {
+void DeviceExchange::check_tensors() const {
   for (size_t i = 0; i < model_.params.size(); ++i)
-    if (has_rows(i) && model_.params.tensor(i).options.rows == GA_ROWS_LAZY)
+    if (model_.params.takes_rows(i) && model_.params.tensor(i).options.rows == GA_ROWS_LAZY)
       model_.params.subject(i).fail(
           GA_ERROR_UNSUPPORTED,
           "gradients of some rows are exchanged between devices as gradients of all rows, which an "
           "optimizer with GA_ROWS_LAZY would take for its own; GA_ROWS_DENSE is supported");
 }
 
-// A checksum of what decides how much is exchanged, which changes between windows alone.
-uint64_t Exchange::shape_digest() const {
-  uint64_t digest = model_.params.size();
-  const auto add = [&](uint64_t x) { digest = (digest ^ x) * 0x100000001b3; };
-  for (const Param& p : model_.params) add(p.frozen ? 0 : static_cast<uint64_t>(p.count) + 1);
-  const Table<BnInput>& layers = model_.tables.layers;
-  for (size_t l = 0; l < layers.size(); ++l)
-    add(2 * static_cast<uint64_t>(layers[l].channels) + layers[l].frozen);
-  return digest;
+void DeviceExchange::check_queued() {
+  model_.health.or_end([this] {
+    if (comm_->on_stream() && !has_failed()) comm_->watch(0);
+  });
 }
 
-// Throws if the hosts would have to meet while the stream is being captured.
-void Exchange::check_capturing(const char* what) const {
-  if (!model_.backend->capturing()) return;
-  if (!comm_->on_stream())
-    refuse_capture((std::string(what) + " are exchanged by way of the host").c_str());
-  if (shape_digest() != agreed_on_)
-    refuse_capture("the ranks have to agree on parameters or layers that have changed");
+bool DeviceExchange::brings(ga_param id) const {
+  const Held held = model_.params[id].held();
+  return held == Held::kReduced ? brought_[static_cast<size_t>(id)] != 0 : held != Held::kNothing;
 }
 
-int64_t Exchange::longest_record() const {
-  int64_t most = 0;
-  const Table<BnInput>& layers = model_.tables.layers;
-  for (size_t l = 0; l < layers.size(); ++l) most = std::max(most, layers[l].channels);
-  return BnSweepEnd{0, false}.words(most);
+bool DeviceExchange::begin_end(WindowTotals&, bool discards) {
+  check_queued();
+  bool goes_on = false;
+  or_lose_window([&] { goes_on = hold_all(discards); });
+  return goes_on;
 }
 
-// Where the hosts do not meet, a rank cannot know that another one has left out the end of a sweep, or
-// discards the window. So each window takes two exchanges for every layer that is not frozen, all of the same
-// length. A rank that has made fewer makes the others here: they meet those of the other ranks, whose devices
-// see that the records do not fit, and fail the window.
-void Exchange::end_open_sweeps() {
-  if (!comm_->on_stream()) return;
-  const int64_t words = longest_record();
-  room_for_records(words);  // which may fail, and then can be tried again
-  for (int64_t left = stages_.layers.close_sweeps(); left > 0; --left)
-    exchange_records({}, {-1, false}, words);
+StepSums DeviceExchange::reduce(const WindowTotals& totals, Params units,
+                                const WriteWindow& write) {
+  StepSums sums = write();
+  model_.health.or_break([&] { or_lose_window([&] { put_sums(totals, sums.norms, units); }); });
+  sums.norms = {};
+  return sums;
 }
 
-bool Exchange::hold_all(bool discards) {
+bool DeviceExchange::hold_all(bool discards) {
   comm_->check();
   moved_ = begun_;
   const bool due = is_check_due();
@@ -91,7 +94,9 @@ bool Exchange::hold_all(bool discards) {
   const uint64_t digest = shape_digest();
   check_capturing("gradients");
   if (due && model_.backend->capturing())
-    refuse_capture("the ranks compare parameters and state (ga_comm_options.check_every)");
+    fail(GA_ERROR_INVALID_STATE,
+         "the ranks compare parameters and state (ga_comm_options.check_every), which is not "
+         "possible while the stream is being captured");
   // Over a transport that makes the host wait, the ranks ask each other every time, before anything moves.
   if (digest != agreed_on_ || !comm_->on_stream()) {
     gather_headers(header(discards ? kDiscard : kBegin, "ga_step"), {});
@@ -105,7 +110,7 @@ bool Exchange::hold_all(bool discards) {
   end_open_sweeps();
   if (due) check_state();
 
-  if (!begun_) begin_on_device();
+  if (!begun_) make_buckets();
   begun_ = false;
   for (size_t i = 0; i < touched_.size(); ++i) {
     if (!touched_[i]) continue;
@@ -114,7 +119,7 @@ bool Exchange::hold_all(bool discards) {
     stages_.accumulator.make_dense(id);
     brought_[i] = p.held() != Held::kNothing;
     p.hold(Held::kReduced);
-    p.reduced = reduced_range(id).count > 0 ? reduced(id).data : nullptr;
+    p.reduced = shards_.reduced_range(id).count > 0 ? transfer_.reduced(id).data : nullptr;
     p.window.stale = true;  // its partials are those of what this rank has brought
   }
   return true;
@@ -122,11 +127,11 @@ bool Exchange::hold_all(bool discards) {
 
 // Sends which parameters this rank has a gradient of, if that is new; a graph sends it with every replay,
 // and may have been replayed since.
-const uint64_t* Exchange::send_brought() {
+const uint64_t* DeviceExchange::send_brought() {
   Backend& backend = *model_.backend;
-  std::vector<uint64_t> bits((brought_.size() + 63) / 64 + 1, 0);
+  std::vector<uint64_t> bits(words_for_bits(brought_.size()) + 1, 0);
   for (size_t i = 0; i < brought_.size(); ++i)
-    bits[i / 64] |= static_cast<uint64_t>(brought_[i] != 0) << (i % 64);
+    if (brought_[i]) set_bit(bits.data(), i);
   const size_t bytes = bits.size() * sizeof(uint64_t);
   captured_ = captured_ || backend.capturing();
   if (device_bits_.bytes() < bytes)
@@ -139,27 +144,28 @@ const uint64_t* Exchange::send_brought() {
 }
 
 // On a second stream, in the order that is the same on every rank; what is not ready yet, ga_step exchanges.
-void Exchange::release_on_device() {
+void DeviceExchange::run_ready() {
+  if (!overlaps()) return;
   if (!begun_) {
     if (is_check_due() || shape_digest() != agreed_on_) return;  // ga_step asks all ranks first
-    begin_on_device();
+    make_buckets();
     begun_ = true;
   }
+  const std::vector<Bucket>& list = transfer_.buckets().list();
   model_.backend->device()->aside([&] {
-    while (released_ < buckets_.list().size() && is_ready(buckets_.list()[released_]))
-      released_ = run(released_);
+    while (released_ < list.size() && is_ready(list[released_])) released_ = run(released_);
   });
 }
 
 // Makes the buckets of a window.
-void Exchange::begin_on_device() {
+void DeviceExchange::make_buckets() {
   touched_.assign(model_.tables.params(), 0);
   brought_.assign(model_.tables.params(), 0);
   for (size_t i = 0; i < touched_.size(); ++i) {
     const Param& p = model_.params[i];
     touched_[i] = !p.frozen && p.owns;
   }
-  make_buckets([&](ga_param id) {
+  transfer_.make_buckets([&](ga_param id) {
     const auto i = static_cast<size_t>(id);
     return i < touched_.size() && touched_[i] != 0;
   });
@@ -167,7 +173,19 @@ void Exchange::begin_on_device() {
   moved_ = true;
 }
 
-void Exchange::put_sums(const WindowTotals& totals, Params measured, Params units) {
+// Where the hosts do not meet, a rank cannot know that another one has left out the end of a sweep, or
+// discards the window. So each window takes two exchanges for every layer that is not frozen, all of the same
+// length. A rank that has made fewer makes the others here: they meet those of the other ranks, whose devices
+// see that the records do not fit, and fail the window.
+void DeviceExchange::end_open_sweeps() {
+  if (!comm_->on_stream()) return;
+  const int64_t words = longest_record();
+  room_for_records(words);  // which may fail, and then can be tried again
+  for (int64_t left = stages_.layers.close_sweeps(); left > 0; --left)
+    exchange_records({}, {-1, false}, words);
+}
+
+void DeviceExchange::put_sums(const WindowTotals& totals, Params measured, Params units) {
   Backend& backend = *model_.backend;
   DeviceWork& device = *backend.device();
   const auto ranks = static_cast<size_t>(comm_->ranks());
@@ -180,7 +198,7 @@ void Exchange::put_sums(const WindowTotals& totals, Params measured, Params unit
 
   device.sum_rank(totals, send_brought(), own);
   const auto run_rest = [&] {
-    while (released_ < buckets_.list().size()) released_ = run(released_);
+    while (released_ < transfer_.buckets().list().size()) released_ = run(released_);
   };
   if (released_ > 0) {  // behind those that have gone before, with which they share buffers
     device.aside(run_rest);
@@ -196,10 +214,10 @@ void Exchange::put_sums(const WindowTotals& totals, Params measured, Params unit
     const ga_param id = measured.data[m];
     const auto i = static_cast<size_t>(id);
     const Param& p = model_.params[id];
-    const Range own = own_piece(id);
+    const Range own = shards_.measured(id);
     if (own.count == 0) continue;
     NormTask task = {};
-    task.gradient = identity({offset(reduced(id), own.first).data, p.real(), 1, nullptr});
+    task.gradient = identity({offset(transfer_.reduced(id), own.first).data, p.real(), 1, nullptr});
     if (model_.tables.param_inputs[i].clamped)
       task.gradient.numbers = &model_.tables.plans.at(i)->raw;  // see add_ranks()
     task.f64 = p.f64;
