@@ -9,6 +9,7 @@
 #include "core/error.hpp"
 #include "core/tensor.hpp"
 #include "files/names.hpp"
+#include "model/table_writer.hpp"
 
 namespace ga {
 ga_bn_options default_bn_options(int32_t flavor) {

@@ -12,10 +12,11 @@
 
 #include "core/error.hpp"
 #include "model/model.hpp"
-#include "model/table_writer.hpp"
-#include "window/accumulator.hpp"
 
 namespace ga {
+
+class Accumulator;
+class TableWriter;
 
 class BatchNorms {
  public:

@@ -7,6 +7,7 @@
 #include "batchnorm/batchnorm.hpp"
 #include "core/error.hpp"
 #include "model/table.hpp"
+#include "window/accumulator.hpp"
 
 namespace ga {
 

@@ -9,7 +9,9 @@
 #include "backend/codes.hpp"
 #include "core/error.hpp"
 #include "core/tensor.hpp"
+#include "model/copies.hpp"
 #include "model/pieces.hpp"
+#include "model/preparation.hpp"
 
 namespace ga {
 

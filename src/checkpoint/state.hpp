@@ -5,11 +5,12 @@
 
 #include <vector>
 
-#include "model/copies.hpp"
 #include "model/model.hpp"
-#include "model/preparation.hpp"
 
 namespace ga {
+
+class Copies;
+class Preparation;
 
 class NamedState {
  public:

@@ -5,7 +5,9 @@
 
 #include "core/error.hpp"
 #include "core/tensor.hpp"
+#include "model/copies.hpp"
 #include "model/pieces.hpp"
+#include "model/table_writer.hpp"
 
 namespace ga {
 

@@ -3,11 +3,12 @@
 // Schedule-Free optimizer, which is computed when it is asked for.
 #pragma once
 
-#include "model/copies.hpp"
 #include "model/model.hpp"
-#include "model/table_writer.hpp"
 
 namespace ga {
+
+class Copies;
+class TableWriter;
 
 class Averages {
  public:

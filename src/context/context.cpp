@@ -8,6 +8,9 @@
 #include "context/configuration.hpp"
 #include "context/parameters.hpp"
 #include "core/error.hpp"
+#include "model/copies.hpp"
+#include "model/preparation.hpp"
+#include "model/table_writer.hpp"
 #include "ranks/connect.hpp"
 #include "step/eager.hpp"
 #include "step/step.hpp"
@@ -18,19 +21,22 @@ Context::Context(const ga_config& config)
     : callers_(config.eager ? new ConcurrentCalls : nullptr),
       log_(Log::of(config)),
       model(config),
-      layers(std::make_unique<BatchNorms>(model, writer_, accumulator)),
+      writer_(std::make_unique<TableWriter>(model)),
+      copies_(std::make_unique<Copies>(model, *writer_)),
+      preparation_(std::make_unique<Preparation>(model, *writer_)),
+      layers(std::make_unique<BatchNorms>(model, *writer_, accumulator)),
       configuration(std::make_unique<Configuration>(stages)),
       parameters(std::make_unique<Parameters>(stages)),
-      averages(std::make_unique<Averages>(model, writer_, copies_)),
-      state(std::make_unique<NamedState>(model, preparation_, copies_)),
+      averages(std::make_unique<Averages>(model, *writer_, *copies_)),
+      state(std::make_unique<NamedState>(model, *preparation_, *copies_)),
       step(std::make_unique<Step>(stages)),
       rank_state_(std::make_unique<RankCheckpoint>(stages)) {
   if (config.eager) model.speculation = std::make_unique<Eager>(stages);
   model.tables = model.tables.grown(*model.backend, ContextTables::kContext, 1);
   model.options.choose_path(model.params);
-  writer_.write_settings();
-  writer_.write_scaler();
-  writer_.set_tables();
+  writer_->write_settings();
+  writer_->write_scaler();
+  writer_->set_tables();
 }
 
 Context::~Context() {
@@ -129,6 +135,8 @@ void Context::set_comm(std::shared_ptr<Comm> comm, const ga_comm_options& option
   connect(stages, *rank_state_, std::move(comm), options);
 }
 
+void Context::make_arrays() { preparation_->make_arrays(); }
+
 ga_memory Context::memory() const {
   ga_memory m = {};
   model.ranks->divide();
@@ -136,7 +144,7 @@ ga_memory Context::memory() const {
       model.options.borrows() && model.config.accum_steps == 1 && model.length.is_fixed();
   const size_t params = model.params.size(), prepared = model.tables.params();
   const auto bytes = [this](size_t groups, size_t n) {
-    return preparation_.bytes_of_lists(n) + ContextTables::bytes(groups, n);
+    return preparation_->bytes_of_lists(n) + ContextTables::bytes(groups, n);
   };
   const int64_t planned =  // not resident yet
       model.arrays.count(m, borrowing, model.options.lends()) + bytes(0, params) -

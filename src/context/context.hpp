@@ -16,8 +16,6 @@
 #include "core/fork.hpp"
 #include "core/fp_mode.hpp"
 #include "core/log.hpp"
-#include "model/copies.hpp"
-#include "model/preparation.hpp"
 #include "ranks/stages.hpp"
 #include "window/accumulator.hpp"
 
@@ -27,10 +25,13 @@ class Averages;
 class BatchNorms;
 class Comm;
 class Configuration;
+class Copies;
 class NamedState;
 class Parameters;
+class Preparation;
 class RankState;
 class Step;
+class TableWriter;
 
 // Members stand in the order in which they are made, each of those before it; they are destroyed in the opposite one.
 class Context {
@@ -48,14 +49,14 @@ class Context {
   Model model;
 
  private:
-  TableWriter writer_{model};
-  Copies copies_{model, writer_};
-  Preparation preparation_{model, writer_};
+  const std::unique_ptr<TableWriter> writer_;
+  const std::unique_ptr<Copies> copies_;
+  const std::unique_ptr<Preparation> preparation_;
 
  public:
-  Accumulator accumulator{model, writer_, preparation_, callers_.get(), calls_};
+  Accumulator accumulator{model, *writer_, *preparation_, callers_.get(), calls_};
   const std::unique_ptr<BatchNorms> layers;
-  const Stages stages{model, writer_, preparation_, copies_, accumulator, *layers};
+  const Stages stages{model, *writer_, *preparation_, *copies_, accumulator, *layers};
   const std::unique_ptr<Configuration> configuration;
   const std::unique_ptr<Parameters> parameters;
   const std::unique_ptr<Averages> averages;
@@ -110,7 +111,7 @@ class Context {
   // What concerns several stages.
   void micro_abort();
   ga_memory memory() const;
-  void make_arrays() { preparation_.make_arrays(); }
+  void make_arrays();
   // comm NULL: none.
   void set_comm(std::shared_ptr<Comm> comm, const ga_comm_options& options);
 

@@ -2,6 +2,7 @@
 #include "model/copies.hpp"
 
 #include "core/tensor.hpp"
+#include "model/table_writer.hpp"
 
 namespace ga {
 

@@ -6,9 +6,10 @@
 #include <functional>
 
 #include "model/model.hpp"
-#include "model/table_writer.hpp"
 
 namespace ga {
+
+class TableWriter;
 
 class Copies {
  public:

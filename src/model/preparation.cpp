@@ -4,6 +4,8 @@
 #include <new>
 #include <stdexcept>
 
+#include "model/table_writer.hpp"
+
 namespace ga {
 
 int64_t Preparation::bytes_of_lists(size_t params) const {

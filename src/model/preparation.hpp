@@ -5,20 +5,12 @@
 
 #include <vector>
 
+#include "model/has_lists.hpp"
 #include "model/model.hpp"
-#include "model/table_writer.hpp"
 
 namespace ga {
 
-// A stage with lists that are as long as the list of parameters, so that no call in a window allocates.
-class HasLists {
- public:
-  // Throws std::bad_alloc or std::length_error.
-  virtual void reserve(size_t params) = 0;
-
- protected:
-  ~HasLists() = default;
-};
+class TableWriter;
 
 class Preparation {
  public:

@@ -17,7 +17,8 @@
 
 #include "core/background.hpp"
 #include "core/concurrent_calls.hpp"
-#include "model/preparation.hpp"
+#include "model/has_lists.hpp"
+#include "model/model.hpp"
 #include "model/shadow_arrays.hpp"
 #include "ranks/stages.hpp"
 

@@ -6,8 +6,8 @@
 
 #include <vector>
 
+#include "model/has_lists.hpp"
 #include "model/model.hpp"
-#include "model/preparation.hpp"
 #include "ranks/stages.hpp"
 #include "step/update.hpp"
 

@@ -6,6 +6,8 @@
 
 #include "core/error.hpp"
 #include "core/tensor.hpp"
+#include "model/preparation.hpp"
+#include "model/table_writer.hpp"
 
 namespace ga {
 

@@ -5,11 +5,13 @@
 
 #include <vector>
 
+#include "model/has_lists.hpp"
 #include "model/model.hpp"
-#include "model/preparation.hpp"
-#include "model/table_writer.hpp"
 
 namespace ga {
+
+class Preparation;
+class TableWriter;
 
 class Update final : HasLists {
  public:

@@ -11,13 +11,15 @@
 #include <vector>
 
 #include "core/concurrent_calls.hpp"
+#include "model/has_lists.hpp"
 #include "model/model.hpp"
-#include "model/preparation.hpp"
-#include "model/table_writer.hpp"
 #include "window/lent_buffers.hpp"
 #include "window/repetition.hpp"
 
 namespace ga {
+
+class Preparation;
+class TableWriter;
 
 // The gradient of a whole parameter.
 struct Whole {

@@ -5,6 +5,7 @@
 
 #include "core/error.hpp"
 #include "core/tensor.hpp"
+#include "model/table_writer.hpp"
 #include "window/accumulator.hpp"
 
 namespace ga {

@@ -3,6 +3,7 @@
 
 #include "core/error.hpp"
 #include "core/tensor.hpp"
+#include "model/preparation.hpp"
 #include "window/accumulator.hpp"
 
 namespace ga {

@@ -4,6 +4,8 @@
 
 #include "core/error.hpp"
 #include "core/tensor.hpp"
+#include "model/preparation.hpp"
+#include "model/table_writer.hpp"
 #include "window/accumulator.hpp"
 
 namespace ga {
