@@ -235,9 +235,9 @@ class Backend {
   virtual void bn_take(const BnTask& task, const BnGiven& given) = 0;
   virtual void bn_finalize(const BnTask& task) = 0;
   // Over ranks, in place of bn_finalize and for the backward sums: writes this rank's record; merges those
-  // of all ranks. A device fails the window if they are of different sweeps. Without channels that is all.
-  virtual void bn_write_record(const BnTask& task, const BnSweepEnd& end, double* record) = 0;
-  virtual void bn_merge_records(const BnTask& task, const BnSweepEnd& end,
+  // of all ranks. A device fails the window if they are of different passes. Without channels that is all.
+  virtual void bn_write_record(const BnTask& task, const BnPassEnd& end, double* record) = 0;
+  virtual void bn_merge_records(const BnTask& task, const BnPassEnd& end,
                                 const BnRecords& records) = 0;
   // taking, summing: does bn_statistics or bn_backward_sums first, in the same pass if possible.
   virtual void bn_forward(const BnTask& task, bool taking) = 0;

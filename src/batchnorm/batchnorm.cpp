@@ -99,8 +99,8 @@ void BatchNorms::check_name(const Subject& of, const char* name) const {
     if (const char* const layer = info(id).name; is_state_of(layer, name)) refuse(layer);
 }
 
-// Micro-batches that are clipped cannot be opened again, as the second sweep of WINDOW mode does.
-void BatchNorms::check_no_sweeps(const ga_clip& clip) const {
+// Micro-batches that are clipped cannot be opened again, as the second pass of WINDOW mode does.
+void BatchNorms::check_no_passes(const ga_clip& clip) const {
   if (!is_of_micros(clip)) return;
   if (const char* const layer = name_of_windowed())
     fail(
@@ -282,7 +282,7 @@ bool BatchNorms::awaits_sums() const {
   });
 }
 
-int64_t BatchNorms::close_sweeps() {
+int64_t BatchNorms::close_passes() {
   int64_t left = 0;
   for (Layer& b : layers_) {
     if (!b.windowed() || b.frozen || b.closed) continue;
@@ -298,7 +298,7 @@ const char* BatchNorms::name_of_user(ga_param id) const {
   return nullptr;
 }
 
-bool BatchNorms::is_swept(int64_t micro) const {
+bool BatchNorms::has_statistics_of(int64_t micro) const {
   return std::any_of(layers_.begin(), layers_.end(),
                      [&](const Layer& b) { return b.windowed() && b.seen() > micro; });
 }

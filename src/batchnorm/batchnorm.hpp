@@ -72,17 +72,17 @@ class BatchNorms {
   // Whether a layer has statistics of this window, be they those of other ranks alone.
   bool has_statistics() const;
   const char* name_of_windowed() const;  // of a layer in WINDOW mode; NULL if there is none
-  // Throws if micro-batches that are clipped so cannot be opened again, as the second sweep of WINDOW mode does.
-  void check_no_sweeps(const ga_clip& clip) const;
+  // Throws if micro-batches that are clipped so cannot be opened again, as the second pass of WINDOW mode does.
+  void check_no_passes(const ga_clip& clip) const;
   // Throws unless a parameter or a layer may have that name (names.hpp).
   void check_name(const Subject& of, const char* name) const;
   // Over ranks: whether a layer has yet to add up its backward sums, the last that it exchanges in a window.
   bool awaits_sums() const;
-  // Over ranks: how many sweeps of this window have yet to be ended. From now on no call ends one.
-  int64_t close_sweeps();
+  // Over ranks: how many passes of this window have yet to be ended. From now on no call ends one.
+  int64_t close_passes();
   const char* name_of_user(ga_param id) const;  // of a layer that has this parameter, or NULL
   // Whether a layer in WINDOW mode has the statistics of a micro-batch, which cannot be taken back.
-  bool is_swept(int64_t micro) const;
+  bool has_statistics_of(int64_t micro) const;
   void forget(int64_t micro);  // the newest micro-batch, which is dropped
   int64_t bytes() const;       // of the layers' arrays
   void end_window();

@@ -35,13 +35,13 @@ struct BatchNorms::Layer {
 
   // In this window:
   int64_t index = -1;  // the micro-batch whose statistics the layer uses; WINDOW: the last one
-  std::vector<Taken> taken = {};    // by micro-batch; WINDOW: of the first sweep
+  std::vector<Taken> taken = {};    // by micro-batch; WINDOW: of the first pass
   std::vector<char> summed = {};    // by micro-batch: whether its backward sums are in the window
   int64_t sums_of = -1;             // the micro-batch whose backward sums BnChannel holds
-  bool final = false;               // WINDOW: ga_bn_finalize has ended the first sweep
+  bool final = false;               // WINDOW: ga_bn_finalize has ended the first pass
   bool sums_final = false;          // WINDOW: the backward sums are those of all ranks
-  bool closed = false;              // WINDOW: ga_step has made the exchanges that its sweeps lacked
-  int64_t forwarded = 0, sums = 0;  // micro-batches of the forward sweep, and of the backward sums
+  bool closed = false;              // WINDOW: ga_step has made the exchanges that its passes lacked
+  int64_t forwarded = 0, sums = 0;  // micro-batches of the forward pass, and of the backward sums
 
   bool windowed() const { return options.mode == GA_BN_WINDOW; }
   int64_t seen() const { return static_cast<int64_t>(taken.size()); }
@@ -69,8 +69,8 @@ struct BatchNorms::Layer {
                      int64_t count) const;
   // Checks that the backward sums of all micro-batches are there.
   void check_sums(const char* what) const;
-  // Checks that a later sweep reads what the first one has read.
-  void check_sweep(const char* what, int64_t micro, int64_t count) const;
+  // Checks that a later pass reads what the first one has read.
+  void check_pass(const char* what, int64_t micro, int64_t count) const;
 };
 
 inline double element(const void* data, int32_t dtype, int64_t i) {

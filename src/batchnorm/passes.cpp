@@ -31,7 +31,7 @@ void BatchNorms::Layer::check_overlap(const char* what, const void* in, const ch
                    what, in);
 }
 
-void BatchNorms::Layer::check_sweep(const char* what, int64_t micro, int64_t count) const {
+void BatchNorms::Layer::check_pass(const char* what, int64_t micro, int64_t count) const {
   const Subject of = subject(what);
   if (!final)
     of.fail(GA_ERROR_INVALID_STATE,
@@ -76,7 +76,7 @@ BnTask BatchNorms::task_of(const Layer& b, int64_t samples, int64_t positions) c
 }
 
 // The index of the micro-batch that a call of the forward pass works on. next: the next one of a
-// sweep in WINDOW mode.
+// pass in WINDOW mode.
 int64_t BatchNorms::index_of(const Layer& b, int64_t next) const {
   model_.window.check_takes_more();
   if (model_.window.open_index() >= 0) return model_.window.open_index();
@@ -216,7 +216,7 @@ void BatchNorms::finalize(ga_bn id) {
     make_room();
     model_.window.or_invalidate([&] { model_.backend->bn_finalize(task); });
   } else {
-    model_.ranks->end_sweep(of, task, {id, false}, b.seen(), make_room);
+    model_.ranks->end_pass(of, task, {id, false}, b.seen(), make_room);
   }
   b.final = true;
   b.forwarded = b.sums = 0;
@@ -228,7 +228,7 @@ void BatchNorms::forward(ga_bn id, const void* x, int64_t samples, int64_t posit
   const int64_t index = index_of(b, b.forwarded);
   const bool own = !b.frozen && !b.windowed();  // by this micro-batch's statistics
   const bool given = own && b.has(index) && b.taken_of(index).given;
-  if (!b.frozen && b.windowed()) b.check_sweep("ga_bn_forward", index, task.elements());
+  if (!b.frozen && b.windowed()) b.check_pass("ga_bn_forward", index, task.elements());
   if (given && task.elements() != b.taken_of(index).count)
     b.subject("ga_bn_forward")
         .fail(GA_ERROR_INVALID_STATE,
@@ -283,7 +283,7 @@ BnTask BatchNorms::backward_task(const Layer& b, const char* what, const void* x
   const Micro& micro = model_.window.open_micro();
   const Subject of = b.subject(what);
   if (!b.frozen && b.windowed()) {
-    b.check_sweep(what, index, task.elements());
+    b.check_pass(what, index, task.elements());
   } else if (!b.frozen) {
     if (b.index < 0) of.fail(GA_ERROR_INVALID_STATE, "it has had no ga_bn_forward in this window");
     if (b.index != index)
@@ -360,7 +360,7 @@ void BatchNorms::backward_finalize(ga_bn id) {
   if (alone) return b.check_sums(what);
   // Ranks exchange the sums that dx is computed from. b.dgamma and b.dbeta keep what this rank alone has summed: they
   // are gradients, which ga_step adds up over the ranks.
-  model_.ranks->end_sweep(of, task_of(b, 0, 0), {id, true}, b.seen(), [&] { b.check_sums(what); });
+  model_.ranks->end_pass(of, task_of(b, 0, 0), {id, true}, b.seen(), [&] { b.check_sums(what); });
   b.sums_final = true;
 }
 

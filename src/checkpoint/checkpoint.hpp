@@ -94,7 +94,7 @@ class Checkpoint {
   enum { kHeldSums, kHeldLow, kHeldNumbers, kHeldPartials, kHeldRows, kHeldValues, kHeldKinds };
   // Of a layer, and of a layer in an open window.
   enum { kMean, kVariance, kSteps, kChannelSteps, kLayerKinds };
-  enum { kChannels, kSweep, kMicros, kHistory, kLayerWindowKinds };
+  enum { kChannels, kPass, kMicros, kHistory, kLayerWindowKinds };
 
   static constexpr int64_t kChannelNumbers = 11;      // those of each_field() of a BnChannel
   static constexpr int64_t kMost = int64_t{1} << 53;  // the largest count

@@ -280,7 +280,7 @@ void Checkpoint::read_settings() {
   Taken& t = *taken;
   read("clip", t.clip);
   check_clip(t.clip, model_.config);
-  stages_.layers.check_no_sweeps(t.clip);
+  stages_.layers.check_no_passes(t.clip);
   t.options.scaler = {};
   t.options.scaled = read("loss_scaler", t.options.scaler);
   if (t.options.scaled) check_loss_scaler(t.options.scaler);
@@ -305,7 +305,7 @@ void Checkpoint::read_settings() {
     for (int matrix = 0; matrix < 2; ++matrix) g.op[matrix] = g.info->op(g.optimizer, matrix != 0);
     g.own_clip = read(key + ".clip", g.clip);
     check_clip(g.clip, model_.config);
-    if (g.own_clip) stages_.layers.check_no_sweeps(g.clip);
+    if (g.own_clip) stages_.layers.check_no_passes(g.clip);
     if (read(key + ".schedule", g.schedule)) read_schedule(key, g);
     t.groups.push_back(std::move(g));
   }

@@ -188,7 +188,7 @@ Checkpoint::WindowIn Checkpoint::find_window(int32_t rank, Problems& problems) {
     };
     find(kChannels, "", GA_F64, {layer.channels, kChannelNumbers});
     if (!in.has(kChannels)) continue;
-    find(kSweep, ".sweep", GA_I64, {6});
+    find(kPass, ".sweep", GA_I64, {6});
     find(kMicros, ".micro_batches", GA_I64, {-1, 3});
     find(kHistory, ".history", GA_F64, {-1, layer.channels, 3});
   }
@@ -280,11 +280,11 @@ void Checkpoint::read_layer_window(ga_bn id, LayerWindowIn& in) const {
   const auto channels = static_cast<size_t>(layer.channels);
   BatchNorms::Snapshot& s = in.snapshot;
   s.channels.resize(channels);
-  for (const int kind : {kSweep, kMicros, kHistory})
+  for (const int kind : {kPass, kMicros, kHistory})
     if (!in.has(kind)) fail(GA_ERROR_FORMAT, "%.300s are there in part only", name.c_str());
 
   const std::vector<double> state = numbers(in.at(kChannels));
-  const std::vector<int64_t> sweep = integers(in.at(kSweep)), micros = integers(in.at(kMicros));
+  const std::vector<int64_t> pass = integers(in.at(kPass)), micros = integers(in.at(kMicros));
   const std::vector<double> history = numbers(in.at(kHistory));
   const auto held = static_cast<int64_t>(history.size() / (3 * channels));
   for (size_t c = 0; c < channels; ++c) {
@@ -304,14 +304,14 @@ void Checkpoint::read_layer_window(ga_bn id, LayerWindowIn& in) const {
   for (size_t k = 0; k < micros.size(); k += 3)
     s.micros.push_back({micros[k], micros[k + 1] != 0, micros[k + 2] != 0});
   const auto size = static_cast<int64_t>(s.micros.size());
-  s.index = whole(static_cast<double>(sweep[0]), -1, size - 1, name.c_str());
-  s.sums_of = whole(static_cast<double>(sweep[1]), -1, size - 1, name.c_str());
-  s.forwarded = whole(static_cast<double>(sweep[2]), 0, kMost, name.c_str());
-  s.sums = whole(static_cast<double>(sweep[3]), 0, size, name.c_str());
-  const int64_t final = whole(static_cast<double>(sweep[4]), 0, 2, name.c_str());
+  s.index = whole(static_cast<double>(pass[0]), -1, size - 1, name.c_str());
+  s.sums_of = whole(static_cast<double>(pass[1]), -1, size - 1, name.c_str());
+  s.forwarded = whole(static_cast<double>(pass[2]), 0, kMost, name.c_str());
+  s.sums = whole(static_cast<double>(pass[3]), 0, size, name.c_str());
+  const int64_t final = whole(static_cast<double>(pass[4]), 0, 2, name.c_str());
   s.final = final > 0;
   s.sums_final = final > 1;
-  s.seen = whole(static_cast<double>(sweep[5]), 0, size, name.c_str());
+  s.seen = whole(static_cast<double>(pass[5]), 0, size, name.c_str());
   // Without a history, the statistics of a layer that is not in WINDOW mode could not be used.
   if (layer.mode != GA_BN_WINDOW && !layer.frozen && held < s.seen)
     fail(GA_ERROR_FORMAT, "%.300s are of fewer micro-batches than it says", name.c_str());

@@ -146,7 +146,7 @@ void Configuration::change_clip(const ga_clip* clip, ga_clip& slot, bool* own) {
   if (clip) check_clip(*clip, model_.config);
   model_.speculation->check_not_in_place("a function that sets an option");
   const ga_clip next = clip ? *clip : default_clip();
-  stages_.layers.check_no_sweeps(next);
+  stages_.layers.check_no_passes(next);
   if (next.when == GA_CLIP_WHEN_MICRO || model_.options.clip_micro())
     model_.window.check_empty(
         "a function that changes the clipping of micro-batches (GA_CLIP_WHEN_MICRO)");

@@ -125,8 +125,8 @@ inline void Context::check_usable(const char* function, bool changing) const {
 
 void Context::micro_abort() {
   const int64_t index = model.window.open_index();
-  const bool swept = index >= 0 && layers->is_swept(index);
-  accumulator.check_abort(swept ? "a layer in WINDOW mode has the statistics of" : nullptr);
+  const bool taken = index >= 0 && layers->has_statistics_of(index);
+  accumulator.check_abort(taken ? "a layer in WINDOW mode has the statistics of" : nullptr);
   layers->forget(index);
   accumulator.micro_abort();
 }

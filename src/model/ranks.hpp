@@ -118,13 +118,13 @@ class Ranks {
 
   // ---- Layers ----
 
-  // The end of a sweep of a layer that has one window over all ranks (GA_BN_WINDOW): merges the records of all
+  // The end of a pass of a layer that has one window over all ranks (GA_BN_WINDOW): merges the records of all
   // ranks. of: the layer and the function that was called. Where the hosts meet, throws on every rank, before
   // anything is exchanged, unless all make that call, ready() throws on none of them, and some have micro-batches
   // of the layer. Where the transport works on a stream, the host waits for nothing, and what ready() throws is
   // this rank's failure alone: it has not exchanged anything yet.
-  virtual void end_sweep(const Subject&, const BnTask&, const BnSweepEnd&, int64_t micro_batches,
-                         const std::function<void()>& ready) {
+  virtual void end_pass(const Subject&, const BnTask&, const BnPassEnd&, int64_t micro_batches,
+                        const std::function<void()>& ready) {
     (void)micro_batches;
     ready();
   }

@@ -222,7 +222,7 @@ struct Control {
   uint64_t dropped_micros;  // ga_step_result.dropped_micros
   bool micro_finite;        // the last micro-batch was finite
   bool rejected;            // ga_step returned GA_ERROR_NONFINITE: ga_discard lowers the loss scale
-  // With or without deferring: a row index was out of range, or ranks have ended different sweeps.
+  // With or without deferring: a row index was out of range, or ranks have ended different passes.
   bool failed;
 
   // Of the ending window, over all parameters.

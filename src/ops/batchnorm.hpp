@@ -99,7 +99,7 @@ GA_HD void drop(BnChannel& c, const BnHistory& history, int64_t index) {
   if (index + 1 == c.taken) c.count = 0;
 }
 
-// Ends the first sweep of WINDOW mode. m: the statistics of all ranks, of which c.window keeps this
+// Ends the first pass of WINDOW mode. m: the statistics of all ranks, of which c.window keeps this
 // rank's, so that the end of the window merges each rank's once.
 GA_HD void finalize(BnChannel& c, const Moments& m, double eps) {
   normalise_by(c, m, eps);
@@ -107,9 +107,9 @@ GA_HD void finalize(BnChannel& c, const Moments& m, double eps) {
 }
 GA_HD void finalize(BnChannel& c, double eps) { finalize(c, c.window, eps); }
 
-// The end of a sweep of WINDOW mode over several ranks, each of which writes a record for the others: the
-// number of the end, and for each channel count, mean and M2 of the first sweep, or the backward sums.
-struct BnSweepEnd {
+// The end of a pass of WINDOW mode over several ranks, each of which writes a record for the others: the
+// number of the end, and for each channel count, mean and M2 of the first pass, or the backward sums.
+struct BnPassEnd {
   int32_t layer;  // -1: none, because the rank ends its window without the call
   bool backward;
 
@@ -136,7 +136,7 @@ struct BnRecords {
   int64_t words;
   int32_t ranks;
 
-  // Whether the ranks have ended different sweeps.
+  // Whether the ranks have ended different passes.
   GA_HD bool differ() const {
     for (int32_t q = 1; q < ranks; ++q)
       if (data[q * words] != data[0]) return true;
@@ -144,8 +144,7 @@ struct BnRecords {
   }
 
   // Merges the ranks' numbers of a channel, in the order of the ranks.
-  GA_HD void merge_into(BnChannel& channel, int64_t index, const BnSweepEnd& end,
-                        double eps) const {
+  GA_HD void merge_into(BnChannel& channel, int64_t index, const BnPassEnd& end, double eps) const {
     const double* numbers = data + end.words(index);
     Moments merged = {0, 0, 0};
     double dbeta = 0, dgamma = 0;

@@ -107,7 +107,7 @@ bool DeviceExchange::hold_all(bool discards) {
     share_arrays("ga_step");
     agreed_on_ = digest;
   }
-  end_open_sweeps();
+  end_open_passes();
   if (due) check_state();
 
   if (!begun_) make_buckets();
@@ -173,15 +173,15 @@ void DeviceExchange::make_buckets() {
   moved_ = true;
 }
 
-// Where the hosts do not meet, a rank cannot know that another one has left out the end of a sweep, or
+// Where the hosts do not meet, a rank cannot know that another one has left out the end of a pass, or
 // discards the window. So each window takes two exchanges for every layer that is not frozen, all of the same
 // length. A rank that has made fewer makes the others here: they meet those of the other ranks, whose devices
 // see that the records do not fit, and fail the window.
-void DeviceExchange::end_open_sweeps() {
+void DeviceExchange::end_open_passes() {
   if (!comm_->on_stream()) return;
   const int64_t words = longest_record();
   room_for_records(words);  // which may fail, and then can be tried again
-  for (int64_t left = stages_.layers.close_sweeps(); left > 0; --left)
+  for (int64_t left = stages_.layers.close_passes(); left > 0; --left)
     exchange_records({}, {-1, false}, words);
 }
 

@@ -44,7 +44,7 @@ class DeviceExchange final : public Exchange {
   // Says of all gradients that their sums are there (Held::kReduced). Before any gradient has moved, throws if ranks
   // turn out to have different parameters, and returns false if a rank turns out to discard the window.
   bool hold_all(bool discards);
-  void end_open_sweeps();
+  void end_open_passes();
   void make_buckets();
   // Puts the sums there. measured: the parameters whose sums are measured. units: those clipped in parts.
   void put_sums(const WindowTotals& totals, Params measured, Params units);

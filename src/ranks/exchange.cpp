@@ -178,8 +178,8 @@ void Exchange::check_empty(const char* what) const {
            what, q);
 }
 
-void Exchange::end_sweep(const Subject& of, const BnTask& task, const BnSweepEnd& end,
-                         int64_t micro_batches, const std::function<void()>& ready) {
+void Exchange::end_pass(const Subject& of, const BnTask& task, const BnPassEnd& end,
+                        int64_t micro_batches, const std::function<void()>& ready) {
   comm_->check();
   const bool queues = comm_->on_stream();
   const int64_t words = queues ? longest_record() : end.words(task.channels);
@@ -191,7 +191,7 @@ void Exchange::end_sweep(const Subject& of, const BnTask& task, const BnSweepEnd
   };
   if (queues) check_capturing("statistics");
   if (const uint64_t digest = shape_digest(); !queues || digest != agreed_on_) {
-    agree_on_sweep(of, micro_batches, all_ready);
+    agree_on_pass(of, micro_batches, all_ready);
     agreed_on_ = digest;
   } else {
     all_ready();
@@ -199,9 +199,9 @@ void Exchange::end_sweep(const Subject& of, const BnTask& task, const BnSweepEnd
   exchange_records(task, end, words);
 }
 
-// Asks all ranks what they are about to do; see end_sweep().
-void Exchange::agree_on_sweep(const Subject& of, int64_t micro_batches,
-                              const std::function<void()>& ready) {
+// Asks all ranks what they are about to do; see end_pass().
+void Exchange::agree_on_pass(const Subject& of, int64_t micro_batches,
+                             const std::function<void()>& ready) {
   const std::string what = std::string(of.function) + " of layer \"" + of.name + "\"";
   const std::optional<Error> failure = failure_of(ready);
   Header own = header(kOther, what.c_str());
@@ -227,7 +227,7 @@ int64_t Exchange::longest_record() const {
   int64_t most = 0;
   const Table<BnInput>& layers = model_.tables.layers;
   for (size_t l = 0; l < layers.size(); ++l) most = std::max(most, layers[l].channels);
-  return BnSweepEnd{0, false}.words(most);
+  return BnPassEnd{0, false}.words(most);
 }
 
 // A checksum of what decides how much is exchanged, which changes between windows alone.
@@ -258,7 +258,7 @@ double* Exchange::room_for_records(int64_t words) {
   return static_cast<double*>(records_.data());
 }
 
-void Exchange::exchange_records(const BnTask& task, const BnSweepEnd& end, int64_t words) {
+void Exchange::exchange_records(const BnTask& task, const BnPassEnd& end, int64_t words) {
   Backend& backend = *model_.backend;
   double* const own = room_for_records(words);
   double* const all = own + words;

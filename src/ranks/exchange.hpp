@@ -66,8 +66,8 @@ class Exchange : public Ranks, protected Agreement {
   void share_unit_totals() override;
   bool makes_update(ga_param id) const override { return shards() || shards_.owner(id) == rank(); }
   void hand_round(float* data, int64_t count, ga_param id) override;
-  void end_sweep(const Subject& of, const BnTask& task, const BnSweepEnd& end,
-                 int64_t micro_batches, const std::function<void()>& ready) override;
+  void end_pass(const Subject& of, const BnTask& task, const BnPassEnd& end, int64_t micro_batches,
+                const std::function<void()>& ready) override;
   void on_all_ranks(const char* what, bool by_one,
                     const std::function<void(const Ready&)>& work) override;
   bool has_open_window() const override;
@@ -96,7 +96,7 @@ class Exchange : public Ranks, protected Agreement {
     int64_t params;
     int64_t next_key;  // of random bits: ParamList::next_key()
     int64_t open;      // the window holds something
-    int64_t failed;    // end_sweep(): this rank cannot make the call
+    int64_t failed;    // end_pass(): this rank cannot make the call
     uint64_t dropped;  // begin_call(): dropped_micros of this rank's last result
     WindowSums sums;
   };
@@ -159,7 +159,7 @@ class Exchange : public Ranks, protected Agreement {
   void check_capturing(const char* what) const;
   uint64_t shape_digest() const;
   double* room_for_records(int64_t words);
-  void exchange_records(const BnTask& task, const BnSweepEnd& end, int64_t words);
+  void exchange_records(const BnTask& task, const BnPassEnd& end, int64_t words);
   int64_t longest_record() const;
 
   const Stages stages_;
@@ -191,14 +191,14 @@ class Exchange : public Ranks, protected Agreement {
   void hand_out();
   // Whether a transport may write to the context's arrays even after they are freed.
   bool may_write_late() const { return comm_->may_write_late(); }
-  void agree_on_sweep(const Subject& of, int64_t micro_batches, const std::function<void()>& ready);
+  void agree_on_pass(const Subject& of, int64_t micro_batches, const std::function<void()>& ready);
 
   bool settings_known_ = false, tensors_known_ = false;
   int64_t divisions_known_ = 0;  // Shards::changes() of tensors_
   uint64_t settings_ = 0, tensors_ = 0;
   std::vector<uint64_t> sent_, gathered_;
   size_t payload_words_ = 0;
-  // This rank's record, then those of all ranks: of the end of a sweep, or on a device of a window.
+  // This rank's record, then those of all ranks: of the end of a pass, or on a device of a window.
   Buffer records_;
 };
 

@@ -1014,7 +1014,7 @@ TEST(BatchNormRunning, OnlyAppliedStepsMoveThem) {
       EXPECT_EQ(ga_bn_statistics(net.ctx, net.bn, nullptr, nullptr, GA_F64, nullptr),
                 GA_ERROR_INVALID_STATE);
 
-      // Windows discarded in the middle of a micro-batch and of a sweep, an empty one, one of
+      // Windows discarded in the middle of a micro-batch and of a pass, an empty one, one of
       // weight 0.
       net.run(better);
       EXPECT_OK(ga_micro_begin(net.ctx, 1, 1, nullptr));

@@ -210,7 +210,7 @@ TEST(BatchNormRules, Order) {
        {"ga_bn_backward_finalize", "\"bn\"", "ga_bn_finalize must be called first"}},
       {"sums are final", kOthers, "", backward_finalize, kState, {"\"bn\"", "WINDOW"}},
 
-      // The first sweep.
+      // The first pass.
       {"forward",
        kWindow,
        "take 1",
@@ -220,7 +220,7 @@ TEST(BatchNormRules, Order) {
       {"statistics", kWindow, "take 1", statistics, kState, {"ga_bn_finalize", "due"}},
       {"running_set", kWindow, "take 0", set_running, kState, {"ga_bn_running_set", "\"bn\""}},
       {"set_frozen", kWindow, "take 0", freeze, kState, {"ga_bn_set_frozen", "\"bn\""}},
-      {"step wants no micro-batch, the sweep is over",
+      {"step wants no micro-batch, the pass is over",
        kWindow,
        "finalize",
        take_stats,
@@ -239,7 +239,7 @@ TEST(BatchNormRules, Order) {
        kState,
        {"ga_bn_finalize", "final already"}},
 
-      // The second sweep.
+      // The second pass.
       {"other shape",
        kWindow,
        "finalize",
@@ -362,7 +362,7 @@ TEST(BatchNormRules, Order) {
   });
 }
 
-// The backward call of a micro-batch that had no forward pass, or that the sweep does not have. The
+// The backward call of a micro-batch that had no forward pass, or that the pass does not have. The
 // micro-batch stays open after the refused call, so these cases have windows of their own.
 TEST(BatchNormRules, BackwardOfAnotherMicroBatchThanTheForward) {
   for (const int32_t mode : kOthers) {
@@ -422,7 +422,7 @@ TEST(BatchNormRules, StatisticsOfAnAbortedMicroBatch) {
     EXPECT_OK(ga_micro_abort(s.net.ctx));
     EXPECT_OK(freeze(s));
   }
-  // What a sweep has added up cannot be taken out again.
+  // What a pass has added up cannot be taken out again.
   Script s(GA_BN_WINDOW);
   s.to("forward 2");
   EXPECT_OK(ga_micro_begin(s.net.ctx, 0, 1, nullptr));
@@ -430,7 +430,7 @@ TEST(BatchNormRules, StatisticsOfAnAbortedMicroBatch) {
   EXPECT_OK(ga_micro_end(s.net.ctx));
 }
 
-TEST(BatchNormRules, MoreMicroBatchesThanTheFirstSweepHad) {
+TEST(BatchNormRules, MoreMicroBatchesThanTheFirstPassHad) {
   Script s(GA_BN_WINDOW);
   s.to("end 2");
   EXPECT_OK(ga_micro_begin(s.net.ctx, 3, 1, nullptr));
@@ -439,7 +439,7 @@ TEST(BatchNormRules, MoreMicroBatchesThanTheFirstSweepHad) {
   EXPECT_TRUE(refused(forward(s, 0), kState, {"micro-batch 3", "had 3"}));
   EXPECT_OK(ga_discard(s.net.ctx));
 
-  // In a sweep over open micro-batches, each comes once, in order.
+  // In a pass over open micro-batches, each comes once, in order.
   EXPECT_OK(ga_micro_begin(s.net.ctx, 0, 1, nullptr));
   EXPECT_OK(take(s, 0));
   EXPECT_TRUE(refused(take(s, 0), kState, {"number 1", "0 is open"}));
@@ -497,16 +497,16 @@ TEST(BatchNormRules, DroppingIsForMicroAlone) {
   EXPECT_OK(ga_bn_add(net.ctx, "other", 3, net.gamma, net.beta, nullptr, nullptr));
 }
 
-// The two sweeps of WINDOW mode open micro-batches again, which GA_CLIP_WHEN_MICRO does not allow. The
+// The two passes of WINDOW mode open micro-batches again, which GA_CLIP_WHEN_MICRO does not allow. The
 // layer or the clip is refused, whichever comes second.
-TEST(BatchNormRules, NoSweepsOverClippedMicroBatches) {
+TEST(BatchNormRules, NoPassesOverClippedMicroBatches) {
   ga_clip micro = clip(GA_CLIP_GLOBAL, 1);
   micro.when = GA_CLIP_WHEN_MICRO;
   ga_clip idle = clip(GA_CLIP_NONE, 0);  // clips nothing
   idle.when = GA_CLIP_WHEN_MICRO;
   ga_clip value = clip(GA_CLIP_NONE, 0, GA_FLAVOR_TORCH, 1);
   value.when = GA_CLIP_WHEN_MICRO;
-  const ga_bn_options sweeping = bn_options(GA_BN_WINDOW), plain = bn_options(GA_BN_MICRO);
+  const ga_bn_options windowed = bn_options(GA_BN_WINDOW), plain = bn_options(GA_BN_MICRO);
   for (const bool of_group : {false, true}) {
     Context ctx;
     const ga_group group = ctx.group(plain_sgd());
@@ -515,12 +515,12 @@ TEST(BatchNormRules, NoSweepsOverClippedMicroBatches) {
     };
     for (const ga_clip* c : {&micro, &value}) {
       EXPECT_OK(set(c));
-      EXPECT_TRUE(refused(ga_bn_add(ctx, "late", 3, -1, -1, &sweeping, nullptr),
+      EXPECT_TRUE(refused(ga_bn_add(ctx, "late", 3, -1, -1, &windowed, nullptr),
                           GA_ERROR_UNSUPPORTED, {"\"late\"", "WINDOW", "GA_CLIP_WHEN_MICRO"}));
     }
     EXPECT_OK(ga_bn_add(ctx, "micro", 3, -1, -1, &plain, nullptr));
     EXPECT_OK(set(&idle));
-    EXPECT_OK(ga_bn_add(ctx, "early", 3, -1, -1, &sweeping, nullptr));
+    EXPECT_OK(ga_bn_add(ctx, "early", 3, -1, -1, &windowed, nullptr));
     for (const ga_clip* c : {&micro, &value})
       EXPECT_TRUE(
           refused(set(c), GA_ERROR_UNSUPPORTED, {"\"early\"", "WINDOW", "GA_CLIP_WHEN_MICRO"}));

@@ -73,7 +73,7 @@ void shape_figures(const Options& options, Report& report, const BatchNormShape&
   accumulate();
   check(ga_bn_finalize(window.get(), 0));
   const auto forward = [&](float* y) {
-    // With an explicit index, so that the sweep may be repeated.
+    // With an explicit index, so that the pass may be repeated.
     check(ga_micro_begin(window.get(), 0, 1, nullptr));
     check(ga_bn_forward(window.get(), 0, x, samples, shape.positions, y));
     check(ga_micro_end(window.get()));

@@ -259,7 +259,7 @@ class Net {
   Net& operator=(const Net&) = delete;
 
   // A micro-batch of gradients that depend on its number alone; of two rows, where there are rows. In
-  // WINDOW mode, also its part of the layer's first sweep.
+  // WINDOW mode, also its part of the layer's first pass.
   void accumulate(uint64_t number) {
     const int32_t dtype = plan_.options.gradient_dtype ? plan_.options.gradient_dtype : plan_.dtype;
     const int32_t row[] = {2, static_cast<int32_t>(number % 2)};

@@ -209,7 +209,7 @@ class Layer {
     EXPECT_OK(ga_bn_backward(ctx_, 0, read ? x_data(k) : nullptr, read ? dy_data(k) : nullptr,
                              c_.shape.samples[k], c_.shape.positions, dx_data(k)));
   }
-  // Whether the mode needs two sweeps over the micro-batches.
+  // Whether the mode needs two passes over the micro-batches.
   bool windowed() const { return c_.mode == GA_BN_WINDOW && !c_.frozen; }
 
   // Runs a whole window except for the step. Calls between(k) after forward pass k.

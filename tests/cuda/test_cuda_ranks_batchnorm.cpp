@@ -71,7 +71,7 @@ class Net {
       normalise(l);
     }
   }
-  void sweeps() {
+  void passes() {
     forward();
     for (size_t l = kLayers; l-- > 0;) {
       sum(l);
@@ -80,7 +80,7 @@ class Net {
     }
   }
   void window() {
-    sweeps();
+    passes();
     EXPECT_OK(ga_step(ctx, nullptr));
   }
   ga_step_outcome outcome() { return result_of(ctx).outcome; }
@@ -307,7 +307,7 @@ TEST_F(CudaRanksBatchNorm, WhatOneRankLacksIsMadeGood) {
   }
 }
 
-// What one rank does in place of the others' sweeps, and what comes of their window.
+// What one rank does in place of the others' passes, and what comes of their window.
 struct Deviation {
   const char* name;
   std::function<void(Net&)> window;
@@ -396,7 +396,7 @@ INSTANTIATE_TEST_SUITE_P(
                               GA_STEP_SKIPPED_DISCARD},
                     Deviation{"discards_at_the_end",
                               [](Net& net) {
-                                net.sweeps();
+                                net.passes();
                                 EXPECT_OK(ga_discard(net.ctx));
                               },
                               GA_STEP_SKIPPED_DISCARD}),
@@ -404,7 +404,7 @@ INSTANTIATE_TEST_SUITE_P(
 
 // Ranks that leave the same out, as programs with kernels of their own do, lose nothing by it; nor does a
 // window that ga_step refuses and all ranks discard.
-TEST_F(CudaRanksBatchNorm, SweepsThatAllRanksLeaveOut) {
+TEST_F(CudaRanksBatchNorm, PassesThatAllRanksLeaveOut) {
   on_devices(
       2,
       [&](int32_t r, ga_comm* comm, const Stream& stream) {
@@ -452,7 +452,7 @@ TEST_F(CudaRanksBatchNorm, LayersThatAreFrozen) {
   });
 }
 
-// A step that fails since parameters differ can be made again, also by a rank that has left out its sweeps.
+// A step that fails since parameters differ can be made again, also by a rank that has left out its passes.
 TEST_F(CudaRanksBatchNorm, AStepThatIsMadeAgain) {
   on_devices(
       2,
@@ -466,7 +466,7 @@ TEST_F(CudaRanksBatchNorm, AStepThatIsMadeAgain) {
         if (r == 1)
           net.set_first(7);
         else
-          net.sweeps();
+          net.passes();
         for (int tries = 0; tries < 2; ++tries)
           expect_failure(ga_step(net.ctx, nullptr), "the values of \"layer0.gamma\"");
         if (r == 1) expect_failure(net.finalize(0), "leaves the call out", GA_ERROR_INVALID_STATE);

@@ -417,8 +417,8 @@ class Host {
     }
   }
 
-  // The sweeps of the layers over the micro-batches to come, where they are normalised together.
-  void sweep(const std::vector<MicroOf>& micros) {
+  // The passes of the layers over the micro-batches to come, where they are normalised together.
+  void pass(const std::vector<MicroOf>& micros) {
     if (!has_window_layer()) return;
     for (const MicroOf& m : micros) {
       const std::vector<double> x = activations(m);
@@ -599,7 +599,7 @@ Trace run_alone(const Program& p) {
              second ? share(w, cut, w.micros.size(), r, ranks) : share(w, 0, cut, r, ranks))
           micros.push_back(m);
     }
-    host.sweep(micros);
+    host.pass(micros);
     for (const MicroOf& m : micros) host.contribute(m, false, false);
     trace.windows.push_back(host.end(w.end == End::kSomeDiscard ? End::kDiscard : w.end, true));
   }
@@ -656,7 +656,7 @@ class OverRanks {
         const size_t cut = moved_at(window);
         const auto micros = second ? share(window, cut, window.micros.size(), r, ranks)
                                    : share(window, 0, cut, r, ranks);
-        if (!leaves) host.sweep(micros);
+        if (!leaves) host.pass(micros);
         for (size_t k = 0; k < micros.size(); ++k) {
           const bool last = !leaves && k + 1 == micros.size();
           host.contribute(micros[k], last, p_.options.overlap != 0 || p_.config.eager != 0);

@@ -874,8 +874,8 @@ TEST(RanksWindow, StatisticsOfTheNextMicroBatch) {
                 0.1 * (x[0][c] + x[0][c + 2] + other[c] + other[c + 2]) / 4, 1e-15);
 }
 
-// A layer in WINDOW mode, saved after any call of its sweeps.
-TEST(RanksWindow, SweepsGoOnWithTheSameBits) {
+// A layer in WINDOW mode, saved after any call of its passes.
+TEST(RanksWindow, PassesGoOnWithTheSameBits) {
   const ref::BnShape shape = {3, 2, GA_BN_CHANNELS_FIRST};
   const BnWindow all = bn_window(shape, GA_F32, {4, 1, 3}, 5);
   const std::vector<BnWindow> shares = {{all[0], all[1]}, {}, {all[2]}};

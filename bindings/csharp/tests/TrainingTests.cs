@@ -551,7 +551,7 @@ namespace GradAccum.Tests {
       }
     }
 
-    public void BatchNormalisationInSweeps() {
+    public void BatchNormalisationInPasses() {
       using (Context context = new Context()) {
         BatchNorm layer = context.AddBatchNorm("bn", 1, null, null, new BatchNormOptions {Mode = BatchNormMode.Window});
         layer.Accumulate(new float[] {1, 3}, 2, 1);

@@ -291,10 +291,10 @@ class CpuBackend final : public Backend, public HostWork {
   void bn_statistics(const BnTask& task) override { batchnorm_.statistics(task); }
   void bn_take(const BnTask& task, const BnGiven& given) override { batchnorm_.take(task, given); }
   void bn_finalize(const BnTask& task) override { batchnorm_.finalize(task); }
-  void bn_write_record(const BnTask& task, const BnSweepEnd& end, double* record) override {
+  void bn_write_record(const BnTask& task, const BnPassEnd& end, double* record) override {
     batchnorm_.write_record(task, end, record);
   }
-  void bn_merge_records(const BnTask& task, const BnSweepEnd& end,
+  void bn_merge_records(const BnTask& task, const BnPassEnd& end,
                         const BnRecords& records) override {
     batchnorm_.merge_records(task, end, records);
   }

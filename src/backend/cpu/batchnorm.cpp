@@ -352,12 +352,12 @@ void BatchNorm::finalize(const BnTask& t) {
   for (int64_t c = 0; c < t.channels; ++c) ga::finalize(t.state[c], t.eps);
 }
 
-void BatchNorm::write_record(const BnTask& t, const BnSweepEnd& end, double* record) {
+void BatchNorm::write_record(const BnTask& t, const BnPassEnd& end, double* record) {
   record[0] = end.number();
   for (int64_t c = 0; c < t.channels; ++c) end.write(t.state[c], c, record);
 }
 
-void BatchNorm::merge_records(const BnTask& t, const BnSweepEnd& end, const BnRecords& records) {
+void BatchNorm::merge_records(const BnTask& t, const BnPassEnd& end, const BnRecords& records) {
   for (int64_t c = 0; c < t.channels; ++c) records.merge_into(t.state[c], c, end, t.eps);
 }
 

@@ -28,8 +28,8 @@ class BatchNorm {
   void statistics(const BnTask& task);
   void take(const BnTask& task, const BnGiven& given);
   void finalize(const BnTask& task);
-  void write_record(const BnTask& task, const BnSweepEnd& end, double* record);
-  void merge_records(const BnTask& task, const BnSweepEnd& end, const BnRecords& records);
+  void write_record(const BnTask& task, const BnPassEnd& end, double* record);
+  void merge_records(const BnTask& task, const BnPassEnd& end, const BnRecords& records);
   void forward(const BnTask& task, bool taking);
   void backward_sums(const BnTask& task);
   void backward(const BnTask& task, bool summing);

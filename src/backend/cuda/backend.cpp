@@ -359,11 +359,11 @@ class CudaBackend final : public Backend, public DeviceWork {
     runtime_.call([&] { cuda::bn_finalize(queue(), task); });
   }
 
-  void bn_write_record(const BnTask& task, const BnSweepEnd& end, double* record) override {
+  void bn_write_record(const BnTask& task, const BnPassEnd& end, double* record) override {
     runtime_.call([&] { cuda::bn_write_record(queue(), task, end, record); });
   }
 
-  void bn_merge_records(const BnTask& task, const BnSweepEnd& end,
+  void bn_merge_records(const BnTask& task, const BnPassEnd& end,
                         const BnRecords& records) override {
     runtime_.call([&] { cuda::bn_merge_records(queue(), task, end, records, tables_.control); });
   }

@@ -513,7 +513,7 @@ struct Finalize {
 
 struct WriteRecord {
   BnTask task;
-  BnSweepEnd end;
+  BnPassEnd end;
   double* record;
 
   GA_DEVICE void operator()(Block& block) const {
@@ -527,7 +527,7 @@ struct WriteRecord {
 
 struct MergeRecords {
   BnTask task;
-  BnSweepEnd end;
+  BnPassEnd end;
   BnRecords records;
   Control* control;
 
@@ -691,12 +691,11 @@ void bn_finalize(const Queue& queue, const BnTask& task) {
 }
 
 // One block at least, for the number of the record.
-void bn_write_record(const Queue& queue, const BnTask& task, const BnSweepEnd& end,
-                     double* record) {
+void bn_write_record(const Queue& queue, const BnTask& task, const BnPassEnd& end, double* record) {
   launch(WriteRecord{task, end, record}, task.channels / kThreads + 1, queue.stream);
 }
 
-void bn_merge_records(const Queue& queue, const BnTask& task, const BnSweepEnd& end,
+void bn_merge_records(const Queue& queue, const BnTask& task, const BnPassEnd& end,
                       const BnRecords& records, Control* control) {
   launch(MergeRecords{task, end, records, control}, task.channels / kThreads + 1, queue.stream);
 }

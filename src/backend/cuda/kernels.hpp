@@ -195,8 +195,8 @@ struct BnWorkspace {
 void bn_statistics(const Queue& queue, const BnTask& task, const BnWorkspace& workspace);
 void bn_take(const Queue& queue, const BnTask& task, const BnGiven& given);
 void bn_finalize(const Queue& queue, const BnTask& task);
-void bn_write_record(const Queue& queue, const BnTask& task, const BnSweepEnd& end, double* record);
-void bn_merge_records(const Queue& queue, const BnTask& task, const BnSweepEnd& end,
+void bn_write_record(const Queue& queue, const BnTask& task, const BnPassEnd& end, double* record);
+void bn_merge_records(const Queue& queue, const BnTask& task, const BnPassEnd& end,
                       const BnRecords& records, Control* control);
 void bn_normalise(const Queue& queue, const BnTask& task);
 void bn_gradient_sums(const Queue& queue, const BnTask& task, const BnWorkspace& workspace);

@@ -142,7 +142,7 @@ class BatchNormTest {
   }
 
   @Test
-  void batchNormalisationInSweeps() {
+  void batchNormalisationInPasses() {
     try (Context context = new Context()) {
       Group group = context.addGroup(sgd(0.5));
       FloatBuffer gamma = floats(1);
@@ -165,10 +165,10 @@ class BatchNormTest {
         bn.forward(x[k], 1, 1, y);
         assertEquals(2 * k - 1, y.get(0), 1e-4);
       }
-      for (int sweep = 0; sweep < 2; ++sweep) {
+      for (int pass = 0; pass < 2; ++pass) {
         for (int k = 0; k < 2; ++k) {
           try (MicroBatch micro = context.beginMicroBatch(k, 1, null)) {
-            if (sweep == 0) {
+            if (pass == 0) {
               micro.backwardAccumulate(bn, x[k], floats(k), 1, 1);
             } else {
               micro.backward(bn, x[k], floats(k), 1, 1, y);
