@@ -85,15 +85,16 @@ class Ranks {
   // ---- The end of a window ----
 
   // Begins the end of a window, and replaces the totals of this rank by those of all. Returns false if another rank
-  // discards the window. discards: this one does. If a function of this section, or release_ready(), fails
-  // with gradients on their way, the window is invalid.
+  // discards the window. discards: this one does. If an exchange of this section, or of release_ready(),
+  // fails with gradients on their way, the window is invalid.
   virtual bool begin_end(WindowTotals&, bool discards) {
     (void)discards;
     return true;
   }
-  // Adds up the gradients. write() has the tables say what the window has brought, and returns what is still to be
-  // summed before the decision: hosts call it when they have the sums of the gradients, devices before they add up,
-  // for they do so by the tables. units: of a device, which parameters this rank clips a part of, for all.
+  // Adds up what the ranks have brought. write() has the tables say what the window has brought, and returns what is
+  // still to be summed before the decision: hosts call it when they have the sums of the gradients, devices before they
+  // add up, for they do so by the tables. Returns the same, without the norms that were taken here. units: of a device,
+  // which parameters this rank clips a part of, for all.
   using WriteWindow = std::function<StepSums()>;
   virtual StepSums reduce(const WindowTotals&, Params units, const WriteWindow& write) {
     (void)units;

@@ -13,8 +13,8 @@
 
 namespace ga {
 
-constexpr int64_t kRowBytes =
-    int64_t{8} << 20;  // of rows, which travel by themselves, at most, in one exchange
+// Rows of sparse gradients travel by themselves: at most so many bytes in one exchange.
+constexpr int64_t kRowBytes = int64_t{8} << 20;
 
 // A part of a parameter in a bucket. Packed: it begins at element `at` of the bucket. In place: `first`
 // counts from the beginning of each rank's piece. As a whole: `first` is of the parameter.

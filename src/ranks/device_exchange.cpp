@@ -94,9 +94,7 @@ bool DeviceExchange::hold_all(bool discards) {
   const uint64_t digest = shape_digest();
   check_capturing("gradients");
   if (due && model_.backend->capturing())
-    fail(GA_ERROR_INVALID_STATE,
-         "the ranks compare parameters and state (ga_comm_options.check_every), which is not "
-         "possible while the stream is being captured");
+    refuse_capture("the ranks compare parameters and state (ga_comm_options.check_every)");
   // Over a transport that makes the host wait, the ranks ask each other every time, before anything moves.
   if (digest != agreed_on_ || !comm_->on_stream()) {
     gather_headers(header(discards ? kDiscard : kBegin, "ga_step"), {});
@@ -110,7 +108,7 @@ bool DeviceExchange::hold_all(bool discards) {
   end_open_passes();
   if (due) check_state();
 
-  if (!begun_) make_buckets();
+  if (!begun_) begin_window();
   begun_ = false;
   for (size_t i = 0; i < touched_.size(); ++i) {
     if (!touched_[i]) continue;
@@ -119,7 +117,7 @@ bool DeviceExchange::hold_all(bool discards) {
     stages_.accumulator.make_dense(id);
     brought_[i] = p.held() != Held::kNothing;
     p.hold(Held::kReduced);
-    p.reduced = shards_.reduced_range(id).count > 0 ? transfer_.reduced(id).data : nullptr;
+    p.reduced = divisions_.reduced_range(id).count > 0 ? transfer_.reduced(id).data : nullptr;
     p.window.stale = true;  // its partials are those of what this rank has brought
   }
   return true;
@@ -148,7 +146,7 @@ void DeviceExchange::run_ready() {
   if (!overlaps()) return;
   if (!begun_) {
     if (is_check_due() || shape_digest() != agreed_on_) return;  // ga_step asks all ranks first
-    make_buckets();
+    begin_window();
     begun_ = true;
   }
   const std::vector<Bucket>& list = transfer_.buckets().list();
@@ -157,8 +155,8 @@ void DeviceExchange::run_ready() {
   });
 }
 
-// Makes the buckets of a window.
-void DeviceExchange::make_buckets() {
+// Makes the buckets of a window, and room for what is measured.
+void DeviceExchange::begin_window() {
   touched_.assign(model_.tables.params(), 0);
   brought_.assign(model_.tables.params(), 0);
   for (size_t i = 0; i < touched_.size(); ++i) {
@@ -169,6 +167,7 @@ void DeviceExchange::make_buckets() {
     const auto i = static_cast<size_t>(id);
     return i < touched_.size() && touched_[i] != 0;
   });
+  norms_.reserve(touched_.size());
   released_ = 0;
   moved_ = true;
 }
@@ -214,7 +213,7 @@ void DeviceExchange::put_sums(const WindowTotals& totals, Params measured, Param
     const ga_param id = measured.data[m];
     const auto i = static_cast<size_t>(id);
     const Param& p = model_.params[id];
-    const Range own = shards_.measured(id);
+    const Range own = divisions_.measured(id);
     if (own.count == 0) continue;
     NormTask task = {};
     task.gradient = identity({offset(transfer_.reduced(id), own.first).data, p.real(), 1, nullptr});

@@ -27,7 +27,9 @@ class DeviceExchange final : public Exchange {
   void watch(bool on) override;
   uint64_t checksum_for_device() override { return settings_digest(); }
   void check_options(const Subject& of, const ga_param_options& options) const override;
-  int64_t measured_count(ga_param id, int64_t) const override { return shards_.measured(id).count; }
+  int64_t measured_count(ga_param id, int64_t) const override {
+    return divisions_.measured(id).count;
+  }
   bool is_early(size_t) const override { return false; }
   bool begin_end(WindowTotals& totals, bool discards) override;
   StepSums reduce(const WindowTotals& totals, Params units, const WriteWindow& write) override;
@@ -45,7 +47,7 @@ class DeviceExchange final : public Exchange {
   // turn out to have different parameters, and returns false if a rank turns out to discard the window.
   bool hold_all(bool discards);
   void end_open_passes();
-  void make_buckets();
+  void begin_window();
   // Puts the sums there. measured: the parameters whose sums are measured. units: those clipped in parts.
   void put_sums(const WindowTotals& totals, Params measured, Params units);
   const uint64_t* send_brought();

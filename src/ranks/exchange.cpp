@@ -9,14 +9,9 @@
 #include "core/error.hpp"
 #include "files/fields.hpp"
 #include "model/preparation.hpp"
-#include "ranks/bits.hpp"
 
 namespace ga {
 namespace {
-
-[[noreturn]] void refuse_capture(const char* why) {
-  fail(GA_ERROR_INVALID_STATE, "%s, which is not possible while the stream is being captured", why);
-}
 
 // With an adder, which the transport has.
 ga_comm_options chosen(ga_comm_options options, const Comm& comm) {
@@ -40,8 +35,8 @@ Exchange::Exchange(const Stages& stages, RankState& state, std::shared_ptr<Comm>
       model_(stages.model),
       state_(state),
       options_(chosen(options, *comm_)),
-      shards_(model_, *comm_, options_.shard == GA_SHARD_OPTIMIZER),
-      transfer_(model_, *comm_, shards_, options_, [this](ga_param id) { return brings(id); }) {
+      divisions_(model_, *comm_, options_.shard == GA_SHARD_OPTIMIZER),
+      transfer_(model_, *comm_, divisions_, options_, [this](ga_param id) { return brings(id); }) {
   comm_->take(model_.config.device == GA_DEVICE_CPU ? nullptr : model_.backend.get(),
               model_.config.device_ordinal);
 }
@@ -230,7 +225,6 @@ int64_t Exchange::longest_record() const {
   return BnPassEnd{0, false}.words(most);
 }
 
-// A checksum of what decides how much is exchanged, which changes between windows alone.
 uint64_t Exchange::shape_digest() const {
   uint64_t digest = model_.params.size();
   const auto add = [&](uint64_t x) { digest = (digest ^ x) * 0x100000001b3; };
@@ -241,7 +235,10 @@ uint64_t Exchange::shape_digest() const {
   return digest;
 }
 
-// Throws if the hosts would have to meet while the stream is being captured.
+void Exchange::refuse_capture(const char* why) {
+  fail(GA_ERROR_INVALID_STATE, "%s, which is not possible while the stream is being captured", why);
+}
+
 void Exchange::check_capturing(const char* what) const {
   if (!model_.backend->capturing()) return;
   if (!comm_->on_stream())
@@ -289,8 +286,8 @@ Exchange::Items Exchange::tensor_items() const {
     f.add("rank", static_cast<int64_t>(t.shape.size()));
     for (size_t d = 0; d < t.shape.size(); ++d)
       f.add(("dimension_" + std::to_string(d)).c_str(), t.shape[d]);
-    f.add("piece", shards_.of(i).piece);
-    f.add("owner", shards_.of(i).owner);
+    f.add("piece", divisions_.of(i).piece);
+    f.add("owner", divisions_.of(i).owner);
     f.add("follow_data", t.options.follow_data);
     items.emplace_back("parameter " + std::string(t.name), f.text());
   }
@@ -320,11 +317,11 @@ void Exchange::check_settings() {
 }
 
 uint64_t Exchange::tensors_digest() {
-  if (!tensors_known_ || divisions_known_ != shards_.changes()) {
+  if (!tensors_known_ || divisions_known_ != divisions_.changes()) {
     divide();
     tensors_ = digest_of(tensor_items());
     tensors_known_ = true;
-    divisions_known_ = shards_.changes();
+    divisions_known_ = divisions_.changes();
   }
   return tensors_;
 }

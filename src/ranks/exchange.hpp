@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a context does together with the contexts of other ranks, over a communicator: it checks that all
 // make the same call with the same settings, adds up gradients and sums at the end of a window, and tells
-// whether a call has failed on some rank. Which part of a parameter a rank has, shards.hpp knows, and transfer.hpp moves
+// whether a call has failed on some rank. Which part of a parameter a rank has, divisions.hpp knows, and transfer.hpp moves
 // gradients and updated parameters.
 //   exchange.cpp         calls of all ranks, their settings, and layers
-//   exchange_state.cpp   what is whole on no rank: norms, updated parameters, state
+//   exchange_state.cpp   updates and state, of which a rank may have a part alone
 // What follows are the two ways in which a window ends: that of hosts, which know what each rank brings
-// (host_exchange.hpp), and that of devices, whose hosts wait for nothing (device_exchange.hpp).
+// (host_exchange.hpp), and that of devices, whose hosts wait for nothing but a transport that needs it
+// (device_exchange.hpp).
 #pragma once
 
 #include <cstdint>
@@ -18,8 +19,8 @@
 
 #include "model/model.hpp"
 #include "ranks/agreement.hpp"
+#include "ranks/divisions.hpp"
 #include "ranks/rank_state.hpp"
-#include "ranks/shards.hpp"
 #include "ranks/stages.hpp"
 #include "ranks/transfer.hpp"
 
@@ -38,7 +39,7 @@ class Exchange : public Ranks, protected Agreement {
   bool alone() const override { return false; }
   int32_t rank() const override { return comm_->rank(); }
   int32_t ranks() const override { return comm_->ranks(); }
-  bool shards() const override { return shards_.sharded(); }
+  bool shards() const override { return divisions_.sharded(); }
   bool divides(ga_param id) const override {
     return shards() && model_.params.keeper(id) != Keeper::kAll;
   }
@@ -47,14 +48,14 @@ class Exchange : public Ranks, protected Agreement {
     settings_known_ = false;
     tensors_known_ = tensors_known_ && !tensors;
   }
-  void divide() override { shards_.divide(); }
-  std::function<void()> divide_anew() override { return shards_.divide_anew(); }
-  void check_keepers(const Rules& by) const override { shards_.check_keepers(by); }
+  void divide() override { divisions_.divide(); }
+  std::function<void()> divide_anew() override { return divisions_.divide_anew(); }
+  void check_keepers(const Rules& by) const override { divisions_.check_keepers(by); }
   void describe_measure(ga_param id, UpdateTask& measure) override {
-    shards_.describe_measure(id, measure);
+    divisions_.describe_measure(id, measure);
   }
   void describe_units(ga_param id, const UnitPattern& pattern, UnitTask& units) const override {
-    shards_.describe_units(id, pattern, units);
+    divisions_.describe_units(id, pattern, units);
   }
   double weight_ahead(double) const override { return 0; }
   bool has_begun() const override { return begun_; }
@@ -64,7 +65,9 @@ class Exchange : public Ranks, protected Agreement {
   bool has_failed() const override { return comm_->has_failed(); }
   void add_layer_norms() override;
   void share_unit_totals() override;
-  bool makes_update(ga_param id) const override { return shards() || shards_.owner(id) == rank(); }
+  bool makes_update(ga_param id) const override {
+    return shards() || divisions_.owner(id) == rank();
+  }
   void hand_round(float* data, int64_t count, ga_param id) override;
   void end_pass(const Subject& of, const BnTask& task, const BnPassEnd& end, int64_t micro_batches,
                 const std::function<void()>& ready) override;
@@ -154,10 +157,12 @@ class Exchange : public Ranks, protected Agreement {
   void share_arrays(const char* what);
   void check_state();
 
-  // Where the transport works on a stream: throws if the hosts would have to meet while the stream is being captured;
-  // a checksum of what decides how much is exchanged, which changes between windows alone.
-  void check_capturing(const char* what) const;
+  // A checksum of what decides how much is exchanged, which changes between windows alone. Where it is agreed_on_, and
+  // the transport works on a stream, the hosts need not meet.
   uint64_t shape_digest() const;
+  // Throws if the hosts would have to meet while the stream is being captured.
+  void check_capturing(const char* what) const;
+  [[noreturn]] static void refuse_capture(const char* why);
   double* room_for_records(int64_t words);
   void exchange_records(const BnTask& task, const BnPassEnd& end, int64_t words);
   int64_t longest_record() const;
@@ -166,7 +171,7 @@ class Exchange : public Ranks, protected Agreement {
   Model& model_;
   RankState& state_;
   const ga_comm_options options_;
-  Shards shards_;
+  Divisions divisions_;
   Transfer transfer_;
   int64_t calls_ = 0;
   size_t capacity_ = 0;             // words that travel behind the header
@@ -176,9 +181,8 @@ class Exchange : public Ranks, protected Agreement {
   // Of the ending window.
   bool moved_ = false;         // some gradient has
   std::vector<char> touched_;  // by parameter, on any rank
-  // Of an exchange that has begun before ga_step: so many buckets have been released.
-  bool begun_ = false;
-  size_t released_ = 0;
+  bool begun_ = false;         // the exchange, before ga_step
+  size_t released_ = 0;        // of the buckets: those that are under way
 
  private:
   // The beginning of a call that is to succeed on all ranks or on none: checks that all make it. what: the function
@@ -194,7 +198,7 @@ class Exchange : public Ranks, protected Agreement {
   void agree_on_pass(const Subject& of, int64_t micro_batches, const std::function<void()>& ready);
 
   bool settings_known_ = false, tensors_known_ = false;
-  int64_t divisions_known_ = 0;  // Shards::changes() of tensors_
+  int64_t divisions_known_ = 0;  // Divisions::changes() of tensors_
   uint64_t settings_ = 0, tensors_ = 0;
   std::vector<uint64_t> sent_, gathered_;
   size_t payload_words_ = 0;

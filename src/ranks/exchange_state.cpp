@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is whole on no rank where the optimizer is sharded: norms over layers, updated parameters, state. And what all
-// ranks do together about state.
+// Updates and state, of which a rank may have a part alone: what ranks tell each other of norms, updated parameters and
+// arrays, and the calls about state that all of them make.
 #include <algorithm>
 #include <cstring>
-#include <optional>
 
 #include "core/error.hpp"
 #include "core/tensor.hpp"
@@ -53,8 +52,8 @@ void Exchange::add_layer_norms() {
   const auto ranks = static_cast<size_t>(comm_->ranks());
   std::vector<ParamState*> layers;
   std::vector<double> own;
-  for (size_t i = 0; i < shards_.divisions().size(); ++i) {
-    if (shards_.of(i).piece == 0 || !model_.params.is_layered_over_ranks(i)) continue;
+  for (size_t i = 0; i < divisions_.list().size(); ++i) {
+    if (divisions_.of(i).piece == 0 || !model_.params.is_layered_over_ranks(i)) continue;
     if ((model_.tables.plans.at(i)->actions & kUpdate) == 0) continue;
     layers.push_back(model_.tables.param_states.at(i));
     for (const double squares : layers.back()->norm_squares) own.push_back(squares);
@@ -116,7 +115,7 @@ void Exchange::hand_round(float* data, int64_t count, ga_param id) {
   if (shards()) return;
   model_.health.or_end([&] {
     comm_->broadcast_array("an update of Newton-Schulz iterations", data, count, GA_F32,
-                           shards_.owner(id));
+                           divisions_.owner(id));
   });
 }
 
@@ -140,7 +139,7 @@ void Exchange::each_piece(ga_param id, const DividedArray& array, const TakePiec
       take(piece.data(), bytes);
     }
   };
-  const Division& d = shards_.of(id);
+  const Division& d = divisions_.of(id);
   if (model_.params.keeper(id) == Keeper::kOwner) return from(d.owner, array.count);
   const Param& p = model_.params[id];
   for (int32_t q = 0; q < comm_->ranks(); ++q)

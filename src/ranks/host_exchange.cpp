@@ -5,7 +5,6 @@
 #include <cstring>
 
 #include "batchnorm/batchnorm.hpp"
-#include "core/error.hpp"
 #include "core/fp_mode.hpp"
 #include "core/tensor.hpp"
 #include "model/preparation.hpp"
@@ -132,7 +131,7 @@ OverRanks HostExchange::over_ranks() {
 
 void HostExchange::sum_gradients() {
   moved_ = true;
-  if (!overlaps()) transfer_.clear_sums(touched_.size());
+  if (!overlaps()) transfer_.clear_param_sums(touched_.size());
   if (!exchanged_) return;
   gather_rows();
   // In the background, gradients that may consist of rows have not been exchanged yet.
@@ -153,7 +152,7 @@ void HostExchange::hold_sums() {
       for (int64_t k = 0; k < chunk_count(p.count); ++k) p.partials[k].noise = 0;
     p.hold(Held::kReduced);
     const auto id = static_cast<ga_param>(i);
-    p.reduced = shards_.reduced_range(id).count > 0 ? transfer_.reduced(id).data : nullptr;
+    p.reduced = divisions_.reduced_range(id).count > 0 ? transfer_.reduced(id).data : nullptr;
     p.window.stale = false;
   }
 }
@@ -167,7 +166,7 @@ void HostExchange::add_sums() {
   };
   for (size_t i = 0; i < touched_.size(); ++i) {
     if (!in_pieces(i)) continue;
-    const ParamSums& s = transfer_.sums(i);
+    const ParamSums& s = transfer_.param_sums(i);
     own.push_back(s.squares);
     own.push_back(s.nonfinite);
     if (model_.tables.param_inputs[i].clamped) own.push_back(s.clamped);
@@ -263,7 +262,7 @@ void HostExchange::begin_buckets() {
   for (size_t i = 0; i < touched_.size(); ++i)
     touched_[i] = !model_.params[i].frozen && !model_.params.takes_rows(i);
   transfer_.make_buckets([&](ga_param id) { return touched_[static_cast<size_t>(id)] != 0; });
-  transfer_.clear_sums(touched_.size());
+  transfer_.clear_param_sums(touched_.size());
   if (own_backend_) transfer_.reserve_for(*own_backend_);
   begun_weight_ = model_.window.weight();
   if (model_.speculation->active()) {

@@ -50,8 +50,9 @@ class HostExchange final : public Exchange {
   bool exchanged_ = false;            // there were gradients to add
   std::vector<uint64_t> row_counts_;  // [parameters with rows, ranks]
 
-  // Of an exchange in the background. Item 0 is the agreement on the parameters, the others are buckets.
-  // Nothing here is touched by two threads at a time: what runs has been released, and stops first.
+  // Of an exchange in the background. Item 0 is the agreement on the parameters, the others are buckets. What its thread
+  // touches, here, in Exchange and in Transfer, no other thread touches meanwhile: what runs has been released, and
+  // stops first.
   uint64_t begun_with_ = 0;  // tensors_digest()
   double begun_weight_ = 0;  // of this rank, which adds no more micro-batches
   // With ga_config.eager: the last item with a part of each parameter, and how many parameters Eager has begun

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "core/error.hpp"
 #include "core/tensor.hpp"
 #include "ranks/comm/comm.hpp"
 
@@ -29,11 +28,11 @@ FinishTask move(const Array& from, const Array& to, int64_t count) {
 
 }  // namespace
 
-Transfer::Transfer(Model& model, Comm& comm, const Shards& shards, const ga_comm_options& options,
-                   std::function<bool(ga_param)> brings)
+Transfer::Transfer(Model& model, Comm& comm, const Divisions& shards,
+                   const ga_comm_options& options, std::function<bool(ga_param)> brings)
     : model_(model),
       comm_(comm),
-      shards_(shards),
+      divisions_(shards),
       options_(options),
       on_device_(model.config.device != GA_DEVICE_CPU),
       brings_(std::move(brings)),
@@ -75,7 +74,8 @@ int32_t Transfer::wire_of(const Param& p) const {
 Array Transfer::reduced(ga_param id) const {
   const Param& p = model_.params[id];
   if (p.fits_accumulator() && !p.pair) return {p.accumulator, p.accumulator_dtype};
-  return whole_of({wide_[static_cast<size_t>(id)].data(), GA_F32}, shards_.reduced_range(id).first);
+  return whole_of({wide_[static_cast<size_t>(id)].data(), GA_F32},
+                  divisions_.reduced_range(id).first);
 }
 
 // The accumulator of a gradient that travels as it lies.
@@ -95,15 +95,15 @@ void Transfer::make_buckets(const std::function<bool(ga_param)>& which) {
   buckets_.clear();
   const bool running = model_.config.accumulation == GA_ACCUMULATE_RUNNING_MEAN;
   const auto add = [&](int32_t wire, bool gathered, Reduction reduction) {
-    buckets_.add(shards_.divisions(), shards_.counts(), wire, gathered, reduction,
+    buckets_.add(divisions_.list(), divisions_.counts(), wire, gathered, reduction,
                  [&](ga_param id) {
                    const Param& p = model_.params[id];
-                   if (p.count == 0 || wire_of(p) != wire || gathered == shards_.stays(id) ||
+                   if (p.count == 0 || wire_of(p) != wire || gathered == divisions_.stays(id) ||
                        p.reduction != reduction || !which(id))
                      return Travel::kNot;
                    const bool as_it_lies =
                        wire == p.accumulator_dtype && !p.pair && !(running && is_sum(p.reduction));
-                   if (!as_it_lies || (adds_there(p.reduction) && shards_.stays(id)))
+                   if (!as_it_lies || (adds_there(p.reduction) && divisions_.stays(id)))
                      return Travel::kPacked;
                    return adds_there(p.reduction) ? Travel::kAsAWhole : Travel::kInPlace;
                  });
@@ -148,12 +148,12 @@ void Transfer::reserve(bool gradients) {
     grow(device_pairs_, tasks * sizeof(Pair));
   } else {
     partials_.resize(std::max(partials_.size(), chunks));
+    norms_.reserve(tasks);
+    numbers_.reserve(tasks);
   }
   tasks_.reserve(tasks);
   moves_.reserve(tasks);
   pairs_.reserve(tasks);
-  norms_.reserve(tasks);
-  numbers_.reserve(tasks);
 }
 
 // Makes the arrays for sums that do not fit their accumulator.
@@ -163,7 +163,7 @@ void Transfer::reserve_sums(const std::function<bool(ga_param)>& which) {
     const Param& p = model_.params[i];
     const auto id = static_cast<ga_param>(i);
     const bool needed = (!p.fits_accumulator() || p.pair) && which(id);
-    const int64_t count = needed ? shards_.reduced_range(id).count : 0;
+    const int64_t count = needed ? divisions_.reduced_range(id).count : 0;
     if (model_.params.tensor(i).removed) wide_[i] = Buffer();
     if (count > 0 && !wide_[i].data())
       wide_[i] = Buffer(*model_.backend, static_cast<size_t>(count) * sizeof(float));
@@ -336,7 +336,7 @@ void Transfer::add_blocks(const Bucket& bucket) {
   if (on_device_) return;  // the sums are measured where they have been gathered
   for (const AccumulateTask& task : tasks_) {
     const auto i = static_cast<size_t>(task.param);
-    if (!is_unmeasured(i)) add_partials(task.partials, task.count, sums_[i]);
+    if (!is_unmeasured(i)) add_partials(task.partials, task.count, param_sums_[i]);
   }
 }
 
@@ -347,9 +347,9 @@ void Transfer::add_partials(const Partial* partials, int64_t count, ParamSums& s
   }
 }
 
-// Whether measure_own() measures the sums of a gradient, in place of adding it up.
+// Whether measure_rest() measures the sums of a gradient, in place of adding it up.
 bool Transfer::is_unmeasured(size_t i) const {
-  return adds_there(model_.params[i].reduction) || shards_.of(i).measured_separately;
+  return adds_there(model_.params[i].reduction) || divisions_.of(i).measured_separately;
 }
 
 void Transfer::reserve_for(Backend& adder) const {
@@ -365,9 +365,10 @@ void Transfer::measure_rest(const std::vector<char>& touched, double weight) {
     const Param& p = model_.params[i];
     if (!touched[i] || p.held() != Held::kReduced) continue;
     if (!is_unmeasured(i) && !model_.tables.param_inputs[i].clamped) continue;
-    const int64_t count = shards_.of(i).measured(comm_.rank(), p.count).count;
+    const auto id = static_cast<ga_param>(i);
+    const int64_t count = divisions_.measured(id).count;
     if (count == 0) continue;
-    measured_.push_back(static_cast<ga_param>(i));
+    measured_.push_back(id);
     chunks += static_cast<size_t>(chunk_count(count));
   }
   if (measured_.empty()) return;
@@ -380,7 +381,7 @@ void Transfer::measure_rest(const std::vector<char>& touched, double weight) {
   for (const ga_param id : measured_) {
     const Param& p = model_.params[id];
     const ParamInput& in = model_.tables.param_inputs[static_cast<size_t>(id)];
-    const Range own = shards_.of(id).measured(comm_.rank(), p.count);
+    const Range own = divisions_.measured(id);
     NormTask task = {};
     task.gradient = identity({offset(reduced(id), own.first).data, p.real(), 1, nullptr});
     task.f64 = p.f64;
@@ -398,7 +399,7 @@ void Transfer::measure_rest(const std::vector<char>& touched, double weight) {
   for (size_t m = 0; m < measured_.size(); ++m) {
     const NormTask& task = norms_[m];
     const auto i = static_cast<size_t>(measured_[m]);
-    ParamSums& sums = sums_[i];
+    ParamSums& sums = param_sums_[i];
     if (is_unmeasured(i)) add_partials(task.partials, task.count, sums);
     for (int64_t k = 0; task.gradient.numbers && k < chunk_count(task.count); ++k)
       sums.clamped += task.partials[k].second_squares;
@@ -412,11 +413,11 @@ void Transfer::gather_parameters(const std::function<Ranks::Changed(ga_param)>& 
   using Changed = Ranks::Changed;
   buckets_.clear();
   const auto is_in_buckets = [&](ga_param id) {
-    return shards_.of(id).piece == 0 || model_.params.keeper(id) == Keeper::kPieces;
+    return divisions_.of(id).piece == 0 || model_.params.keeper(id) == Keeper::kPieces;
   };
   for (const int32_t dtype : kFloats)
     buckets_.add(
-        shards_.divisions(), shards_.counts(), dtype, true, Reduction::kSum, [&](ga_param id) {
+        divisions_.list(), divisions_.counts(), dtype, true, Reduction::kSum, [&](ga_param id) {
           const Param& p = model_.params[id];
           if (p.dtype != dtype || p.count == 0 || model_.params.keeper(id) == Keeper::kAll ||
               !is_in_buckets(id) || changed(id) != Changed::kElements)
@@ -426,7 +427,7 @@ void Transfer::gather_parameters(const std::function<Ranks::Changed(ga_param)>& 
   reserve(false);
   for (size_t k = 0; k < buckets_.list().size();) k = gather(k);
   std::vector<ga_param> whole;
-  for (size_t i = 0; i < shards_.divisions().size(); ++i) {
+  for (size_t i = 0; i < divisions_.list().size(); ++i) {
     const auto id = static_cast<ga_param>(i);
     if (model_.params[id].count == 0 || model_.params.keeper(id) == Keeper::kAll) continue;
     const Changed what = changed(id);
@@ -440,7 +441,7 @@ void Transfer::gather_parameters(const std::function<Ranks::Changed(ga_param)>& 
       for (const size_t end = std::min(whole.size(), k + Comm::kMostTogether); k < end; ++k) {
         const Param& p = model_.params[whole[k]];
         comm_.broadcast_array("updated parameters", p.data, p.count, p.dtype,
-                              shards_.owner(whole[k]));
+                              divisions_.owner(whole[k]));
       }
     });
 }
@@ -492,7 +493,7 @@ size_t Transfer::gather(size_t first) {
 void Transfer::hand_out_rows(ga_param id) {
   const Param& p = model_.params[id];
   const Tensor& t = model_.params.tensor(id);
-  const Division& d = shards_.of(id);
+  const Division& d = divisions_.of(id);
   const bool pieces = d.piece > 0 && model_.params.keeper(id) == Keeper::kPieces;
   const int64_t columns = p.count / t.rows;
   const auto row_bytes = static_cast<size_t>(columns * dtype_info(p.dtype).size);

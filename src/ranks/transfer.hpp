@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Moves what travels between ranks in buckets (buckets.hpp): gradients to where they are added up, and their sums back;
-// where the optimizer is sharded, updated parameters. It knows nothing of windows and calls: all ranks make the same
-// buckets and run them in the same order.
+// where the optimizer is sharded, updated parameters. All ranks make the same buckets and run them in the same order; when
+// that may be, Exchange knows. A thread of its own may run them, on a backend of its own: then no other does until it has
+// stopped.
 //
 // Gradients are added in pieces: rank q receives its piece from every rank and adds them in the order of the ranks,
 // then the pieces are gathered. So the sums have the same bits on every rank and with every transport, and each rank has
@@ -14,7 +15,7 @@
 
 #include "model/model.hpp"
 #include "ranks/buckets.hpp"
-#include "ranks/shards.hpp"
+#include "ranks/divisions.hpp"
 
 namespace ga {
 
@@ -23,7 +24,7 @@ class Comm;
 class Transfer {
  public:
   // brings(id): whether this rank has a gradient of a parameter that travels.
-  Transfer(Model& model, Comm& comm, const Shards& shards, const ga_comm_options& options,
+  Transfer(Model& model, Comm& comm, const Divisions& shards, const ga_comm_options& options,
            std::function<bool(ga_param)> brings);
 
   // Whether the transport adds up. Nothing but sums: of a maximum, MPI and NCCL lose a NaN that is among other numbers.
@@ -47,8 +48,8 @@ class Transfer {
 
   // ---- What a host has measured of its pieces ----
 
-  void clear_sums(size_t params) { sums_.assign(params, ParamSums()); }
-  const ParamSums& sums(size_t param) const { return sums_[param]; }
+  void clear_param_sums(size_t params) { param_sums_.assign(params, ParamSums()); }
+  const ParamSums& param_sums(size_t param) const { return param_sums_[param]; }
   // What adding up has not measured of these parameters: squares of gradients clipped by value, which take the weight
   // of the window; all squares of what the transport has added, or of other pieces.
   void measure_rest(const std::vector<char>& touched, double weight);
@@ -87,7 +88,7 @@ class Transfer {
 
   Model& model_;
   Comm& comm_;
-  const Shards& shards_;
+  const Divisions& divisions_;
   const ga_comm_options options_;
   const bool on_device_;
   const std::function<bool(ga_param)> brings_;
@@ -95,7 +96,7 @@ class Transfer {
   Backend* adder_;
   Buffer room_;               // of a group of buckets
   std::vector<Buffer> wide_;  // by parameter: sums in f32 of a 16-bit accumulator
-  std::vector<ParamSums> sums_;
+  std::vector<ParamSums> param_sums_;
   // Of one bucket.
   std::vector<Partial> partials_;
   Buffer device_partials_, device_pairs_;

@@ -79,12 +79,13 @@ StepSums Step::write_window(bool discards) {
   return {params_of(norms_), update_.units_first(), update_.factored_first()};
 }
 
-// Writes the window if it may be applied or is discarded, and sends all tables that have changed.
-StepSums Step::send_window(bool may_apply, bool discards) {
+// Writes the window, unless it has nothing, and sends all tables that have changed. Gradients of the window before that
+// the program may have read until now are forgotten.
+StepSums Step::send_window(End end) {
   model_.params.forget_delivered();
   StepSums sums = {};
   model_.health.or_break([&] {
-    if (may_apply || discards) sums = write_window(discards);
+    if (end != End::kEmpty) sums = write_window(end == End::kDiscarded);
     stages_.writer.flush();
   });
   return sums;
@@ -106,7 +107,7 @@ ga_step_result Step::step() {
   const bool may_apply = totals.reduced || totals.weight > 0;
   totals.last = !may_apply || !update_.settles_units();
   const StepSums sums = model_.ranks->reduce(totals, update_.units_of_shard(), [this, may_apply] {
-    return send_window(may_apply, false);
+    return send_window(may_apply ? End::kDecided : End::kEmpty);
   });
   model_.health.or_break([&] {
     const bool goes = decide(totals, sums) && may_apply;
@@ -244,7 +245,7 @@ void Step::discard_over_devices() {
   if (!model_.ranks->begin_end(totals, true)) return;
   update_.make_lists();
   model_.ranks->reduce(totals, update_.units_of_shard(),
-                       [this] { return send_window(false, true); });
+                       [this] { return send_window(End::kDiscarded); });
   model_.health.or_break([&] {
     model_.backend->decide(totals, {}, {});
     // No rank applies this window, since this one discards it. Those in ga_step do not know that yet and exchange what

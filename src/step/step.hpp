@@ -31,12 +31,15 @@ class Step final : HasLists {
   void reserve(size_t params) override { norms_.reserve(params); }
 
  private:
+  // How a window ends: it is decided whether it is applied; it has nothing to apply; it is discarded.
+  enum class End { kDecided, kEmpty, kDiscarded };
+
   void check_step() const;
   bool is_written(size_t param) const;
   bool repeats_window() const;
   void write_params(bool discards);
   StepSums write_window(bool discards);
-  StepSums send_window(bool may_apply, bool discards);
+  StepSums send_window(End end);
   bool decide(const WindowTotals& totals, const StepSums& sums);
   void apply();
   ga_step_result end_applied(const WindowTotals& totals);

@@ -16,15 +16,15 @@ namespace ga {
 class Comm;
 struct Model;
 
-class Shards {
+class Divisions {
  public:
-  // sharded: GA_SHARD_OPTIMIZER.
-  Shards(Model& model, const Comm& comm, bool sharded);
+  // sharded: GA_SHARD_OPTIMIZER, which the list of parameters learns.
+  Divisions(Model& model, const Comm& comm, bool sharded);
 
   bool sharded() const { return sharded_; }
   const Division& of(ga_param id) const { return of(static_cast<size_t>(id)); }
   const Division& of(size_t param) const { return parts_.divisions[param]; }
-  const std::vector<Division>& divisions() const { return parts_.divisions; }
+  const std::vector<Division>& list() const { return parts_.divisions; }
   const std::vector<int64_t>& counts() const { return parts_.counts; }  // elements
   int32_t owner(ga_param id) const { return of(id).owner; }
   // Whether the sum of a gradient stays where it is added, since nobody else updates the parameter.

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "ranks/shards.hpp"
+#include "ranks/divisions.hpp"
 
 #include <algorithm>
+#include <memory>
 
 #include "core/error.hpp"
 #include "core/tensor.hpp"
@@ -15,37 +16,37 @@ constexpr int64_t kDividedBytes = int64_t{256} << 10;  // smaller parameters are
 
 }  // namespace
 
-Shards::Shards(Model& model, const Comm& comm, bool sharded)
+Divisions::Divisions(Model& model, const Comm& comm, bool sharded)
     : model_(model), comm_(comm), sharded_(sharded) {
   model_.params.sharded = sharded;
   model_.params.whole_layers = model.config.device != GA_DEVICE_CPU;
 }
 
 // Whether the sum of a gradient stays where it is added, since nobody else updates the parameter.
-bool Shards::stays(ga_param id) const {
+bool Divisions::stays(ga_param id) const {
   const auto i = static_cast<size_t>(id);
   return sharded_ && (parts_.keepers[i] == Keeper::kPieces ||
                       (parts_.keepers[i] == Keeper::kOwner && parts_.divisions[i].piece == 0));
 }
 
 // What this rank has of the sum of a gradient in the end.
-Range Shards::reduced_range(ga_param id) const {
+Range Divisions::reduced_range(ga_param id) const {
   const Param& p = model_.params[id];
   return stays(id) ? p.shard : Range{0, p.count};
 }
 
-Range Shards::measured(ga_param id) const {
+Range Divisions::measured(ga_param id) const {
   return parts_.divisions[static_cast<size_t>(id)].measured(comm_.rank(), model_.params[id].count);
 }
 
 // The elements of a rank's piece of a large parameter: a multiple of `grain`.
-int64_t Shards::piece_of(size_t i, int64_t grain) const {
+int64_t Divisions::piece_of(size_t i, int64_t grain) const {
   const int64_t count = model_.params[i].count, ranks = comm_.ranks();
   const int64_t grains = (count + grain - 1) / grain;
   return (grains + ranks - 1) / ranks * grain;
 }
 
-void Shards::divide() {
+void Divisions::divide() {
   if (parts_.divisions.size() == model_.params.size()) return;
   Parts next = divided(parts_);
   auto& partials = parts_.layer_partials;  // to which tasks point
@@ -58,7 +59,7 @@ void Shards::divide() {
 // wanted there alone, and added there too, unless it is so large that the others would wait. The same on every
 // rank, since all have added the same parameters: how one that is new is divided follows from those before it,
 // also if they are removed by now, for one rank may divide one by one what another divides at a time.
-Shards::Parts Shards::divided(Parts parts) const {
+Divisions::Parts Divisions::divided(Parts parts) const {
   const ParamList& params = model_.params;
   const size_t known = parts.divisions.size();
   const auto ranks = static_cast<size_t>(comm_.ranks());
@@ -115,7 +116,7 @@ Shards::Parts Shards::divided(Parts parts) const {
   return parts;
 }
 
-void Shards::take(Parts parts) noexcept {
+void Divisions::take(Parts parts) noexcept {
   ++changes_;
   parts_ = std::move(parts);
   for (size_t i = 0; i < model_.params.size(); ++i) {
@@ -129,9 +130,9 @@ void Shards::take(Parts parts) noexcept {
 }
 
 // Norms over a layer are added up over the ranks' pieces, sharded or not, so that they have the same bits.
-void Shards::describe_measure(ga_param id, UpdateTask& measure) {
+void Divisions::describe_measure(ga_param id, UpdateTask& measure) {
   const auto i = static_cast<size_t>(id);
-  if (model_.params.whole_layers || parts_.keepers[i] != Keeper::kPieces ||
+  if (model_.config.device != GA_DEVICE_CPU || parts_.keepers[i] != Keeper::kPieces ||
       parts_.divisions[i].measured_piece == 0)
     return;
   measure.cut = parts_.divisions[i].measured_piece;
@@ -140,14 +141,14 @@ void Shards::describe_measure(ga_param id, UpdateTask& measure) {
   measure.padded_state = false;  // where one piece ends, another begins
 }
 
-void Shards::describe_units(ga_param id, const UnitPattern& pattern, UnitTask& units) const {
+void Divisions::describe_units(ga_param id, const UnitPattern& pattern, UnitTask& units) const {
   const auto i = static_cast<size_t>(id);
   const int64_t piece = parts_.divisions[i].measured_piece;
   if (sharded_ || parts_.keepers[i] != Keeper::kPieces || piece % pattern.slab() != 0) return;
   units.cut = piece / pattern.slab() * pattern.unit_stride[0];
 }
 
-std::optional<Shards::Parts> Shards::check_division() {
+std::optional<Divisions::Parts> Divisions::check_division() {
   const bool arrays = model_.tables.params() > 0;
   if (arrays && sharded_) {
     check_keepers(model_.params.rules());
@@ -161,7 +162,7 @@ std::optional<Shards::Parts> Shards::check_division() {
 }
 
 // Allocates first, so that it cannot fail when it has divided.
-std::function<void()> Shards::divide_anew() {
+std::function<void()> Divisions::divide_anew() {
   const auto kept = std::make_shared<Parts>();
   std::function<void()> divide_back = [this, kept] { take(std::move(*kept)); };
   std::optional<Parts> before = check_division();
@@ -170,7 +171,7 @@ std::function<void()> Shards::divide_anew() {
   return divide_back;
 }
 
-void Shards::check_keepers(const Rules& by) const {
+void Divisions::check_keepers(const Rules& by) const {
   if (!sharded_) return;
   const auto place = [](Keeper keeper) {
     return keeper == Keeper::kAll     ? "whole on every rank"
