@@ -28,11 +28,11 @@ FinishTask move(const Array& from, const Array& to, int64_t count) {
 
 }  // namespace
 
-Transfer::Transfer(Model& model, Comm& comm, const Divisions& shards,
+Transfer::Transfer(Model& model, Comm& comm, const Divisions& divisions,
                    const ga_comm_options& options, std::function<bool(ga_param)> brings)
     : model_(model),
       comm_(comm),
-      divisions_(shards),
+      divisions_(divisions),
       options_(options),
       on_device_(model.config.device != GA_DEVICE_CPU),
       brings_(std::move(brings)),

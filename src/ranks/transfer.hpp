@@ -24,7 +24,7 @@ class Comm;
 class Transfer {
  public:
   // brings(id): whether this rank has a gradient of a parameter that travels.
-  Transfer(Model& model, Comm& comm, const Divisions& shards, const ga_comm_options& options,
+  Transfer(Model& model, Comm& comm, const Divisions& divisions, const ga_comm_options& options,
            std::function<bool(ga_param)> brings);
 
   // Whether the transport adds up. Nothing but sums: of a maximum, MPI and NCCL lose a NaN that is among other numbers.
