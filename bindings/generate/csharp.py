@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the enumerations, options and results of the C# package.
+"""Writes the enumerations, options and results of the C# package, and members of its classes.
 
 Classes are partial: bindings/csharp/GradAccum has the members that do not follow from the header.
 """
@@ -10,8 +10,8 @@ import textwrap
 from collections.abc import Iterator
 
 import names
-from docs import Translator
-from header import Enum, Enumerator, Field, Header, Struct
+from docs import Translator, sentence
+from header import Enum, Enumerator, Field, Function, Header, Struct
 
 _WIDTH = 120
 
@@ -35,13 +35,45 @@ _FIELDS = {
 }  # fmt: skip
 _MEMBERS = {
     "Context.accumulate": "Context.Accumulate(Tensor[], double, double, bool)",
-    "MicroBatch.accumulate": "MicroBatch.Accumulate(Param, Tensor)", "Param.slot": "ParamInfo.Slot",
+    "MicroBatch.accumulate": "MicroBatch.Accumulate(Param, Tensor)", 
     "MicroBatch.accumulate_rows": "MicroBatch.AccumulateRows(Param, Tensor, Tensor)", "MicroBatch.end": "MicroBatch.Dispose",
-    "Param.set_state": "Param.SetState", "Context.load": "Context.Load(string, StateOptions)",
+    "Param.get_state": "Param.GetState{T}(string)", "Context.load": "Context.Load(string, StateOptions)",
     "Context.add_param": "Context.AddParam(Group, string, Tensor, ParamOptions, long[])",
     "Context.loss_scale": "Context.LossScale", "Context.step_result": "Context.GetStepResult",
-    "Group.set_clip": "Group.SetClip", "Context.set_loss_scaler": "Context.SetLossScaler",
+    "BatchNorm.finalize": "BatchNorm.FinalizeStats", "Context.close": "Context.Dispose",
+    "BatchNorm.backward": "MicroBatch.Backward", "BatchNorm.backward_accumulate": "MicroBatch.BackwardAccumulate",
 }  # fmt: skip
+
+# Classes of which members are generated, what their objects are called, and functions whose members do more than call them.
+_CLASSES = {"Context": "", "Group": "group", "Param": "parameter", "BatchNorm": "layer"}
+_MEMBERS_BY_HAND = {"ga_group_count", "ga_window", "ga_ema_swap"}
+_IDENTITY = """\
+/// <summary>Its context.</summary>
+public Context Context {{ get; }}
+
+/// <summary>Its number: 0, 1, 2, ... in the order in which {what}s are added.</summary>
+public int Id {{ get; }}
+
+/// <summary>Whether both are the same {what} of the same context.</summary>
+/// <param name="other">The other {what}.</param>
+/// <returns>Whether they are the same.</returns>
+public bool Equals({name} other) {{
+  return other != null && other.Context == Context && other.Id == Id;
+}}
+
+/// <summary>Whether both are the same {what} of the same context.</summary>
+/// <param name="obj">The other object.</param>
+/// <returns>Whether they are the same.</returns>
+public override bool Equals(object obj) {{
+  return Equals(obj as {name});
+}}
+
+/// <summary>A hash code.</summary>
+/// <returns>The code.</returns>
+public override int GetHashCode() {{
+  return Id;
+}}
+"""
 
 _INTERNAL = {"ga_comm_kind"}
 _BY_HAND = {"ga_micro_options", "ga_micro_flags"}  # arguments of calls
@@ -105,6 +137,7 @@ def write(header: Header) -> dict[str, str]:
         "Options.cs": _file(line for s in structs if not s.is_result for line in _options(s, translator)),
         "Results.cs": _file(line for s in structs if s.is_result for line in _result(s, translator)),
     }
+    files["Members.cs"] = _file(line for owner in _CLASSES for line in _class(owner, header, translator))
     translator.check()
     return files
 
@@ -202,6 +235,58 @@ def _result(struct: Struct, translator: Translator) -> Iterator[str]:
         shown_kind = "int" if f.c_name == "slot" else _kind(f)
         yield from [f"  public {shown_kind} {_field_name(struct.c_name, f.c_name)} {{ get; }}", ""]
     yield from ["}", ""]
+
+
+def _class(owner: str, header: Header, translator: Translator) -> Iterator[str]:
+    """The half of a class that calls functions of C as they are; of an object of a context, also which one it is."""
+    yield f"public sealed partial class {owner} {{"
+    if what := _CLASSES[owner]:
+        yield from (f"  {line}" if line else "" for line in _IDENTITY.format(name=owner, what=what).split("\n"))
+    for f in header.functions:
+        if f.owner == owner and f.c_name not in _MEMBERS_BY_HAND:
+            yield from (f"  {line}" if line else "" for line in _member(f, header, translator))
+    yield from ["}", ""]
+
+
+def _member(f: Function, header: Header, translator: Translator) -> Iterator[str]:
+    """A property of what a function returns; a method of what it does."""
+    name = _MEMBERS.get(f"{f.owner}.{f.name}", _pascal(f.name)).rpartition(".")[2]
+    begin, handle = ("", "call.Context") if f.owner == "Context" else ("Context.", "call.Context, Id")
+    value = f.argument or f.result
+    struct = header.structs.get(value.struct) if value else None
+    yield from _summary(translator.function(f, sentence(translator.value(f)) if f.result else ""))
+    if f.argument:
+        yield f'/// <param name="{_camel(f.argument)}">{sentence(translator.argument(f))}</param>'
+    yield from (f'/// <exception cref="GradAccumException">{error}.</exception>' for error in translator.errors(f))
+    using = f"using (Call call = {begin}Begin())"
+    if value is None:
+        yield from [f"public void {name}() {{", f"  {using} Raw.{f.c_name}({handle});", "}", ""]
+        return
+    kind = "int" if value.kind == "size" else _type_name(value.struct) if struct else _kind(value)
+    if f.argument:
+        argument = _camel(f.argument)
+        yield f"public void {name}({kind} {argument}) {{"
+        given = {"bool": f"{argument} ? 1 : 0", "enum": f"(int){argument}"}.get(value.kind, argument)
+        if struct and value.clears:
+            given = f"{argument} == null ? null : {argument}.Native"
+        elif struct:
+            yield f'  if ({argument} == null) throw new ArgumentNullException("{argument}");'
+            given = f"{argument}.Native"
+        yield from [f"  {using} Raw.{f.c_name}({handle}, {given});", "}", ""]
+        return
+    yield from [f"public {kind} {name} {{", "  get {", f"    {using} {{"]
+    if struct:
+        zeros = ", ".join("0" for _ in struct.arguments)
+        made = f"{struct.c_name} native = new {struct.c_name}({zeros})"
+        yield f"      using ({made}) {{" if struct.is_result else f"      {made};"
+        body = [f"Raw.{f.c_name}({handle}, native);", f"return new {kind}(native);"]
+        yield from [f"{'  ' if struct.is_result else ''}      {line}" for line in body]
+        yield from ["      }"] if struct.is_result else []
+    else:
+        out = "UIntPtr" if value.kind == "size" else "int" if value.enum or value.kind == "bool" else kind
+        read = "(int)value.ToUInt64()" if value.kind == "size" else _from_c(value, "value")
+        yield from [f"      {out} value;", f"      Raw.{f.c_name}({handle}, out value);", f"      return {read};"]
+    yield from ["    }", "  }", "}", ""]
 
 
 def _copied(struct: Struct, name: str, translator: Translator) -> Iterator[str]:

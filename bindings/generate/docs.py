@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Protocol
 
 import names
-from header import Enum, Enumerator, Field, Header, Refused, Struct
+from header import Enum, Enumerator, Field, Function, Header, Refused, Struct
 
 
 class Words(Protocol):
@@ -79,6 +80,46 @@ class Translator:
         """As Javadoc has its parameters: no capital, no full stop."""
         return self.translate(self._field_text(field), struct)
 
+    def function(self, function: Function, begin: str = "") -> str:
+        """What a function does, after what is already in the words of the language."""
+        text = re.sub(r"(^|(?<=\. ))Waits\.", "Waits until a device has done its work.", function.doc)
+        if _C_ONLY.search(text) and text == _without_c(text):
+            text = ""
+        rest = self._sentences(text, self._struct_in(function)) if text else ""
+        return " ".join(filter(None, [begin, rest]))
+
+    def value(self, function: Function) -> str:
+        """What a function takes or returns, without a capital and a full stop."""
+        value = function.argument or function.result
+        assert value is not None
+        text = value.doc or f"the {value.c_name.replace('_', ' ')}"
+        if value.kind == "bool":
+            words = {"0": self.words.false, "1": self.words.true}
+            text = re.sub(r"(^|, )([01]) ", lambda m: f"{m[1]}{words[m[2]]} ", text)
+        if value.kind == "address":
+            text = text.replace("NULL", "0")
+        return self.translate(text, self._struct_in(function))
+
+    def argument(self, function: Function) -> str:
+        """What a function takes, with what NULL does."""
+        assert function.argument is not None
+        clears = self.translate(function.argument.clears, self._struct_in(function))
+        return self.value(function) + (f"; {self.words.null} {clears}" if clears else "")
+
+    def cleared(self, function: Function) -> str:
+        """What a function does with NULL."""
+        assert function.argument is not None
+        rest = function.doc.partition(". ")[2]
+        return self.function(dataclasses.replace(function, doc=rest), sentence(function.argument.clears))
+
+    def errors(self, function: Function) -> list[str]:
+        """The statuses that a function has beyond the common ones, each with its reason."""
+        return [self.translate(f"{status}: {why}", self._struct_in(function)) for status, why in function.errors]
+
+    def _struct_in(self, function: Function) -> Struct | None:
+        value = function.argument or function.result
+        return self.header.structs.get(value.struct) if value else None
+
     def _field_text(self, field: Field) -> str:
         text = field.doc
         if field.kind == "bool":
@@ -100,7 +141,7 @@ class Translator:
         return text
 
     def _sentences(self, text: str, struct: Struct | None) -> str:
-        return "\n\n".join(_sentence(p) for p in self.translate(text, struct).split("\n\n"))
+        return "\n\n".join(sentence(p) for p in self.translate(text, struct).split("\n\n"))
 
     def translate(self, text: str, struct: Struct | None = None) -> str:
         """The text with the names of the language."""
@@ -124,9 +165,8 @@ class Translator:
         if plain is not None:
             if plain in names.TYPES:
                 return self.words.type(plain)
-            if plain in names.FUNCTIONS:
-                return self.words.function(names.FUNCTIONS[plain])
-            return self._as_in_c(plain)
+            function = names.member(plain) if plain in self.header.names and plain not in names.C_ONLY else None
+            return self.words.function(function) if function else self._as_in_c(plain)
         if constant is not None:
             if constant in self.header.constants:
                 return self.words.constant(*self.header.constants[constant])
@@ -150,7 +190,7 @@ def _without_c(paragraph: str) -> str:
     return " ".join(kept) if kept else paragraph
 
 
-def _sentence(text: str) -> str:
+def sentence(text: str) -> str:
     """With a capital, unless it begins with a formula, and a full stop."""
     if re.match(r"(a|[a-z]{2,})([\s,:;'-]|$)", text) and not re.match(r"\w+( [-+*/=^<]|[(\[^])|(lr|end)( |$)", text):
         text = text[0].upper() + text[1:]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from clang import cindex
-from clang.cindex import Cursor, CursorKind, TokenKind
+from clang.cindex import Cursor, CursorKind, TokenKind, Type
 
 import names
 
@@ -44,7 +44,7 @@ class Field:
     """A field of a struct that a binding shows."""
 
     c_name: str
-    kind: str  # enum, bool, int, double, string, address, array or callback
+    kind: str  # enum, bool, int, double, string, address, array or callback; of a function also size and struct
     doc: str
     enum: Enum | None = None
     is_optional: bool = False  # kind enum: 0 is none of the enumerators, but leaves the choice to the library
@@ -52,6 +52,8 @@ class Field:
     is_signed: bool = True
     length: str | int = 0  # kind array: the field that has it, or a number
     callback: str = ""  # the typedef
+    struct: str = ""  # kind struct: its name
+    clears: str = ""  # of a struct that may be NULL: what that does
 
 
 @dataclass(frozen=True)
@@ -65,13 +67,27 @@ class Struct:
     arguments: tuple[str, ...]  # of the _init function, which choose the defaults
 
 
+@dataclass(frozen=True)
+class Function:
+    """A function of a context, or of one of its objects, that takes or returns one value, or none."""
+
+    c_name: str
+    owner: str  # the class: Context, or that of the object
+    name: str  # of the member, such as set_lr
+    argument: Field | None
+    result: Field | None
+    doc: str  # without what is the argument's or the result's
+    errors: tuple[tuple[str, str], ...]  # statuses, and when
+
+
 @dataclass
 class Header:
     """All of it."""
 
     enums: dict[str, Enum] = field(default_factory=dict)
     structs: dict[str, Struct] = field(default_factory=dict)
-    functions: dict[str, str] = field(default_factory=dict)  # name: comment
+    functions: list[Function] = field(default_factory=list)  # those of which members are generated
+    names: set[str] = field(default_factory=set)  # of all functions
     callbacks: dict[str, str] = field(default_factory=dict)  # typedef: comment
     constants: dict[str, tuple[Enum, Enumerator]] = field(default_factory=dict)
 
@@ -99,7 +115,7 @@ class _Reader:
             if c.location.file and os.path.dirname(os.path.realpath(c.location.file.name)) == ours
         ]  # fmt: skip
         inits = {c.spelling: c for c in cursors if c.kind == CursorKind.FUNCTION_DECL}
-        self.header.functions = {name: clean(c.raw_comment) for name, c in inits.items()}
+        self.header.names = set(inits)
         taken = {
             argument.type.get_pointee().get_declaration().spelling
             for c in inits.values() for argument in c.get_arguments()
@@ -118,6 +134,7 @@ class _Reader:
         for name in names.TYPES:
             if name not in self.header.enums and name not in self.header.structs:
                 self.problems.append(f"names.py has {name}, which the header has not")
+        self.header.functions = [f for c in inits.values() if (f := self._function(c)) is not None]
         if self.problems:
             raise Refused("\n".join(self.problems))
 
@@ -198,19 +215,74 @@ class _Reader:
             return Field(c_name, "array", doc, length=length)
         if c_type == "const char *":
             return Field(c_name, "string", doc)
-        if c_type.endswith("*"):
-            return Field(c_name, "address", doc)
-        if c_type == "double":
-            return Field(c_name, "double", doc)
-        if c_type == "int32_t" and re.match(r"0 or 1\b", doc):
-            return Field(c_name, "bool", doc)
-        canonical = cursor.type.get_canonical()
+        return self._number(cursor, cursor.type, doc, is_bool=re.match(r"0 or 1\b", doc) is not None)
+
+    def _number(self, cursor: Cursor, c_type: Type, doc: str, *, is_bool: bool) -> Field | None:
+        name, spelling = cursor.spelling, c_type.spelling
+        if spelling in self.header.enums:
+            return Field(name, "enum", doc, enum=self.header.enums[spelling])
+        if spelling == "void *":
+            return Field(name, "address", doc)
+        if spelling == "double":
+            return Field(name, "double", doc)
+        if spelling == "int32_t" and is_bool:
+            return Field(name, "bool", doc)
         sizes = {"int": (32, True), "unsigned int": (32, False), "long": (64, True), "unsigned long": (64, False)}
-        if canonical.spelling not in sizes:
-            self._complain(cursor, f"has the type {c_type}, for which no binding has one")
+        size = sizes.get(c_type.get_canonical().spelling)
+        if size is None:
+            self._complain(cursor, f"has the type {spelling}, for which no binding has one")
             return None
-        bits, signed = sizes[canonical.spelling]
-        return Field(c_name, "int", doc, bits=bits, is_signed=signed)
+        return Field(name, "int", doc, bits=size[0], is_signed=size[1])
+
+    def _function(self, cursor: Cursor) -> Function | None:
+        name, values = cursor.spelling, list(cursor.get_arguments())
+        if not values or values.pop(0).type.spelling.removeprefix("const ") != "ga_context *":
+            return None
+        if values and values[0].type.spelling.removeprefix("ga_") in names.OWNERS:  # the object
+            values = values[1:]
+        if len(values) > 1 or name in names.BY_HAND:
+            return None
+        member = names.member(name)
+        if member is None:
+            self._complain(cursor, "is a member of no class that names.py names")
+            return None
+        text, about, errors = _parts(self._comment(cursor), values[0].spelling if values else "")
+        value = self._value(values[0], about) if values else None
+        is_result = value is not None and value.c_name == "out"
+        if is_result and not about:
+            self._complain(cursor, 'has no sentence that begins with "*out: "')
+        owner, member = member.split(".")
+        argument, result = (None, value) if is_result else (value, None)
+        return Function(name, owner, member, argument, result, text, errors)
+
+    def _value(self, cursor: Cursor, doc: str) -> Field | None:
+        """What a function takes, or returns by a parameter."""
+        c_type = cursor.type.get_pointee() if cursor.spelling == "out" else cursor.type
+        struct = cursor.type.get_pointee().get_canonical().spelling.removeprefix("const ").removeprefix("struct ")
+        if struct in self.header.structs:
+            about, _, clears = doc.partition("NULL ")
+            return Field(cursor.spelling, "struct", about.removesuffix("; "), struct=struct, clears=clears)
+        if c_type.spelling == "size_t":
+            return Field(cursor.spelling, "size", doc)
+        return self._number(cursor, c_type, doc, is_bool=doc.startswith("1 "))
+
+
+def _parts(comment: str, value: str) -> tuple[str, str, tuple[tuple[str, str], ...]]:
+    """The sentences of a comment about the call, about what it takes or returns (lr: or *out:), and about statuses."""
+    about = ""
+    errors, paragraphs = [], []
+    for paragraph in comment.split("\n\n"):
+        rest = []
+        for sentence in re.split(r"(?<=\.) (?=[A-Z*]|\w+: )", paragraph):
+            head, colon, tail = sentence.partition(": ")
+            if colon and value and head.lstrip("*") == value:
+                about = tail.removesuffix(".")
+            elif colon and re.fullmatch(r"GA_ERROR_\w+", head):
+                errors.append((head, tail.removesuffix(".")))
+            else:
+                rest.append(sentence)
+        paragraphs += [" ".join(rest)] if rest else []
+    return "\n\n".join(paragraphs), about, tuple(errors)
 
 
 def clean(comment: str | None) -> str:

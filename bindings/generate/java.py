@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the records, builders and enumerations of the Java package.
+"""Writes the records, builders and enumerations of the Java package, and the superclasses of its classes.
 
 A class gets what src/main/members has under its name: members that do not follow from the header.
 """
@@ -9,11 +9,11 @@ from __future__ import annotations
 import pathlib
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import names
 from docs import Translator
-from header import Enum, Enumerator, Field, Header, Struct
+from header import Enum, Enumerator, Field, Function, Header, Struct
 
 _WIDTH = 100
 _MEMBERS = pathlib.Path(__file__).resolve().parent.parent / "java" / "src" / "main" / "members"
@@ -39,7 +39,15 @@ _RENAMED = {"ga_memory": "MemoryUse", "ga_optimizer.ns_coefficients": "newton_sc
 _BY_HAND = {"ga_micro_options", "ga_micro_flags", "ga_comm_kind", "ga_bn_spread"}
 _LAST = {"log", "on_param_done"}  # in a record
 _COPIED = "ga_step_result"  # by the raw layer, in one call: its numbers, doubles as their bits
-_FUNCTIONS = {"MicroBatch.end": "MicroBatch.close", "Param.slot": "ParamInfo.slot"}
+_FUNCTIONS = {
+    "MicroBatch.end": "MicroBatch.close", "BatchNorm.finalize": "BatchNorm.finalize_stats",
+    "BatchNorm.backward": "MicroBatch.backward", "BatchNorm.backward_accumulate": "MicroBatch.backward_accumulate",
+}  # fmt: skip
+# Classes of which members are generated, in a superclass, and what that extends.
+_CLASSES = {
+    "Context": ("ContextCalls", "Config config"), "Group": ("ContextObject", "Context context, int id"),
+    "Param": ("ContextObject", "Context context, int id"), "BatchNorm": ("ContextObject", "Context context, int id"),
+}  # fmt: skip
 
 # Fields that are not as in C: the type, how it is read from `from`, and how it is written to `to`, if here.
 _OTHERWISE = {
@@ -74,6 +82,9 @@ _IMPORTS = {
 }  # fmt: skip
 
 
+_NONE = Struct("", "", (), False, ())  # of which a value of a function is no field
+
+
 def _camel(name: str) -> str:
     first, *rest = name.split("_")
     return first + "".join(part.capitalize() for part in rest)
@@ -102,7 +113,8 @@ class _Words:
 
     def function(self, member: str) -> str:
         owner, name = _FUNCTIONS.get(member, member).split(".")
-        return f"{{@link {owner}#{_camel(name)}}}"
+        # Without a text, the link would show the superclass that has the method.
+        return f"{{@link {owner}#{_camel(name)} {owner}.{_camel(name)}}}"
 
     def text(self, text: str) -> str:
         return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
@@ -122,6 +134,8 @@ def write(header: Header) -> dict[str, str]:
     for struct in header.structs.values():
         if struct.c_name not in _BY_HAND:
             files[f"{_type_name(struct.c_name)}.java"] = java.file(java.record(struct))
+    for owner in _CLASSES:
+        files[f"{owner}Members.java"] = java.file(java.members(owner))
     java.translator.check()
     return files
 
@@ -282,6 +296,73 @@ class _Java:
         yield ",\n".join(f"          {n}" for n in camel) + ").checked();"
         yield from ["    }", "  }"]
 
+    # ---- Members of classes
+
+    def members(self, owner: str) -> Iterator[str]:
+        """The superclass of a class, which calls functions of C as they are."""
+        base, parameters = _CLASSES[owner]
+        arguments = ", ".join(parameter.split()[1] for parameter in parameters.split(", "))
+        yield f"/** What {{@link {owner}}} has of gradaccum.h as it is there. */"
+        yield f"abstract class {owner}Members extends {base} {{"
+        yield from [f"  {owner}Members({parameters}) {{", f"    super({arguments});", "  }"]
+        for f in self.header.functions:
+            if f.owner == owner:
+                yield from self.member(f)
+        yield "}"
+
+    def member(self, f: Function) -> Iterator[str]:
+        """A method that calls a function of C; one more where null removes what was set."""
+        name = _FUNCTIONS.get(f"{f.owner}.{f.name}", f"{f.owner}.{f.name}").split(".")[1]
+        handle = "c" if f.owner == "Context" else "c, id"
+        throws = "; ".join(self.translator.errors(f))
+        value = f.argument or f.result
+        if value is None:
+            yield from self._method(f, f"void {_camel(name)}()", [f"Raw.{f.c_name}({handle});"],
+                                    _javadoc(self.translator.function(f), 2, throws=throws))  # fmt: skip
+            return
+        about = self.translator.value(f)
+        kind, argument = self._value_type(value), _camel(value.c_name)
+        struct = self.header.structs.get(value.struct)
+        new = struct and f"{struct.c_name} fields = new {struct.c_name}({', '.join('0' for _ in struct.arguments)})"
+        if f.result:
+            doc = _javadoc(self.translator.function(f, f"{{@return {about}}}"), 2, throws=throws)
+            if struct:
+                built = "" if struct.is_result else ".build()"
+                body = [f"Raw.{f.c_name}({handle}, fields);", f"return {kind}.read(fields){built};"]
+            else:
+                out = {"boolean": "int"}.get(kind, kind) if value.enum is None else "int"
+                read = f"{kind}.of(out[0])" if value.enum else "out[0] != 0" if value.kind == "bool" else "out[0]"
+                body = [f"{out}[] out = new {out}[1];", f"Raw.{f.c_name}({handle}, out);", f"return {read};"]
+            yield from self._method(f, f"{kind} {_camel(name)}()", body, doc, resource=new or "")
+            return
+        doc = _javadoc(self.translator.function(f), 2, [(argument, about)], throws=throws)
+        given = {"bool": f"{argument} ? 1 : 0", "enum": f"{argument}.value()", "struct": "fields"}.get(value.kind, argument)
+        body = [f"{argument}.write(fields);"] if struct else []
+        before = [f'Check.notNull({argument}, "{argument}");'] if value.kind in ("enum", "struct") else []
+        body.append(f"Raw.{f.c_name}({handle}, {given});")
+        yield from self._method(f, f"void {_camel(name)}({kind} {argument})", body, doc, before, new or "")
+        if value.clears:
+            cleared = _javadoc(self.translator.cleared(f), 2, throws=throws)
+            body = [f"Raw.{f.c_name}({handle}, null);"]
+            yield from self._method(f, f"void {_camel(name.replace('set_', 'clear_'))}()", body, cleared)
+
+    def _method(
+        self, f: Function, head: str, body: list[str], doc: Iterator[str], before: Iterable[str] = (), resource: str = ""
+    ) -> Iterator[str]:
+        context = "" if f.owner == "Context" else "context."
+        yield ""
+        yield from _indented(doc)
+        yield f"  public {head} {{"
+        yield from [f"    {line}" for line in [*before, f"long c = {context}enter();"]]
+        yield f"    try {f'({resource}) ' if resource else ''}{{"
+        yield from [f"      {line}" for line in body]
+        yield from ["    } finally {", f"      {context}exit();", "    }", "  }"]
+
+    def _value_type(self, value: Field) -> str:
+        if value.kind == "struct":
+            return _type_name(value.struct)
+        return "long" if value.kind == "size" else self._type(_NONE, value)
+
     def _first_builder(self, struct: Struct) -> Iterator[str]:
         """builder(), with what chooses the defaults; with two arguments it is written by hand."""
         if len(struct.arguments) > 1:
@@ -312,11 +393,12 @@ def _indented(lines: Iterator[str], width: int = 2) -> Iterator[str]:
 
 
 def _javadoc(
-    text: str, indent: int = 0, parameters: list[tuple[str, str]] | None = None, returns: str = ""
+    text: str, indent: int = 0, parameters: list[tuple[str, str]] | None = None, returns: str = "", throws: str = ""
 ) -> Iterator[str]:
     """A comment, as it is without an indent, but no wider than that one leaves."""
     tags = [f"@param {name} {about}" for name, about in parameters or []]
     tags += [f"@return {returns}"] if returns else []
+    tags += [f"@throws GradAccumException {throws}"] if throws else []
     if not tags and len(text) + indent + 7 <= _WIDTH and "\n" not in text:
         yield f"/** {text} */"
         return

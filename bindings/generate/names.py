@@ -67,23 +67,42 @@ OPTIONAL = {("ga_param_options", "reduce")}
 # Typedefs of functions that the library calls.
 CALLBACKS = {"ga_log", "ga_param_done", "ga_progress"}
 
-# The functions that comments of types mention, and the members that are their counterparts.
+# What a function is a member of, by the second part of its name: ga_group_set_lr is Group.set_lr.
+OWNERS = {"context": "Context", "group": "Group", "param": "Param", "bn": "BatchNorm", "micro": "MicroBatch"}
+
+# The members that functions are, where that does not follow from their names.
 FUNCTIONS = {
     "ga_accumulate": "Context.accumulate", "ga_accumulate_part": "MicroBatch.accumulate",
-    "ga_accumulate_rows": "MicroBatch.accumulate_rows", "ga_micro_end": "MicroBatch.end",
-    "ga_step": "Context.step", "ga_discard": "Context.discard", "ga_params_ready": "Context.ready",
-    "ga_gradient": "Param.gradient", "ga_param_changed": "Param.changed", "ga_param_bind": "Param.bind",
-    "ga_param_add": "Context.add_param", "ga_load": "Context.load", "ga_state_set": "Param.set_state",
-    "ga_loss_scale": "Context.loss_scale", "ga_context_set_stream": "Context.set_stream",
-    "ga_context_set_steps": "Context.set_steps", "ga_context_set_comm": "Context.set_communicator",
-    "ga_context_set_loss_scaler": "Context.set_loss_scaler", "ga_group_set_clip": "Group.set_clip",
-    "ga_step_result_get": "Context.step_result", "ga_param_slot": "Param.slot", "ga_param_set_part": "Param.set_part",
+    "ga_accumulate_rows": "MicroBatch.accumulate_rows", "ga_step": "Context.step", "ga_discard": "Context.discard",
+    "ga_step_result_get": "Context.step_result", "ga_window": "Context.window",
+    "ga_params_ready": "Context.ready", "ga_gradient": "Param.gradient", "ga_param_add": "Context.add_param",
+    "ga_params_add_flat": "Context.add_flat", "ga_prepare": "Context.prepare", "ga_load": "Context.load",
+    "ga_state_get": "Param.get_state", "ga_state_set": "Param.set_state", "ga_state_reset": "Param.reset_state",
+    "ga_loss_scale": "Context.loss_scale", "ga_ema_swap": "Context.swap_ema",
+    "ga_context_set_comm": "Context.set_communicator", "ga_context_destroy": "Context.close",
+    "ga_synchronize": "Context.synchronize", "ga_group_count": "Context.group_count",
+    "ga_param_count": "Context.param_count", "ga_slot_count": "Context.slot_count",
+    "ga_bn_count": "Context.batch_norm_count",
+}  # fmt: skip
+
+
+def member(function: str) -> str | None:
+    """The member that a function is, such as Group.set_lr; None: it is none."""
+    part = function.split("_")[1]
+    owner = OWNERS.get(part)
+    return FUNCTIONS.get(function) or (f"{owner}.{function.removeprefix(f'ga_{part}_')}" if owner else None)
+
+
+# Functions that have the form of those that are generated, but whose members do more than call them.
+BY_HAND = {
+    "ga_accumulate_part", "ga_accumulator_acquire", "ga_accumulator_release", "ga_bn_describe", "ga_context_destroy",
+    "ga_discard", "ga_micro_end", "ga_param_bind", "ga_param_describe", "ga_param_remove", "ga_state_count", "ga_step",
 }  # fmt: skip
 
 # What comments mention and only a program in C has: a sentence with one of them is left out if others remain.
 C_ONLY = {
-    "ga_comm_table", "ga_optimizer_init", "ga_build_info", "ga_state_note", "ga_context_destroy", "static", "throw",
-    "floating-point",
+    "ga_comm_table", "ga_optimizer_init", "ga_build_info", "ga_state_note", "static", "throw", "floating-point",
+    "ga_allocate", "points to", "on_stream",
 }  # fmt: skip
 
 # Names of the library that are the same everywhere: variables of the environment.

@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes enums.py and options.py of the Python package."""
+"""Writes enums.py, options.py and _members.py of the Python package."""
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Iterator
 
 import names
-from docs import Translator
-from header import Enum, Enumerator, Field, Header, Struct
+from docs import Translator, sentence
+from header import Enum, Enumerator, Field, Function, Header, Struct
 
 _WIDTH = 110
+
+# Classes of which members are generated in a base class, and functions whose members do more than call them.
+_CLASSES = ("Context", "Group", "Param", "BatchNorm")
+_MEMBERS_BY_HAND = {"ga_group_count", "ga_param_count", "ga_bn_count", "ga_context_set_stream"}
+_ASSIGNED = {"Group.lr", "Group.optimizer"}  # properties that are set by assignment
+_PROPERTIES = {"Context.loss_scale"}  # by hand
 
 # Enumerators that Python adds: what stands for "none of them", and its comment.
 _ADDED = {
@@ -67,6 +74,7 @@ class _Words:
 
     def __init__(self, header: Header) -> None:
         self.header = header
+        self.properties = {f"{f.owner}.{f.name}" for f in header.functions if f.result} | _PROPERTIES
 
     def type(self, c_name: str) -> str:
         return f"``{names.TYPES[c_name]}``"
@@ -81,7 +89,7 @@ class _Words:
         return f"``{names.TYPES[enum.c_name]}.{enumerator.name}``"
 
     def function(self, member: str) -> str:
-        return f"``{member}()``"
+        return f"``{member}``" if member in self.properties else f"``{member}()``"
 
     def text(self, text: str) -> str:
         return text.replace("\\", "\\\\")
@@ -94,6 +102,7 @@ def write(header: Header) -> dict[str, str]:
     files = {
         "enums.py": "\n".join(_enums(enums, translator)),
         "options.py": "\n".join(_options(header, translator)),
+        "_members.py": "\n".join(_members_of_classes(header, translator)),
     }
     translator.check()
     return files
@@ -110,6 +119,92 @@ def _docstring(text: str, indent: str) -> Iterator[str]:
     lines[0] = f'{indent}"""{lines[0].strip()}'
     lines[-1] += '"""'
     yield from lines
+
+
+def _members_of_classes(header: Header, translator: Translator) -> Iterator[str]:
+    yield from _head("What classes have of gradaccum.h as it is there: a base of each.")
+    functions = [f for f in header.functions if f.owner in _CLASSES and f.c_name not in _MEMBERS_BY_HAND]
+    values = [f.argument or f.result for f in functions]
+    used = {v.struct for v in values if v}
+    enums = {v.enum.c_name for v in values if v and v.enum}
+    yield from ["from __future__ import annotations", "", "from typing import TYPE_CHECKING", "", "from . import _raw"]
+    yield "from ._object import ContextObject"
+    yield from _import(".enums", [names.TYPES[e] for e in header.enums if e in enums]) if enums else ()
+    yield from _import(".options", [names.TYPES[s] for s in header.structs if s in used])
+    yield from ["", "if TYPE_CHECKING:", "    from ._guard import Guard"]
+    for owner in _CLASSES:
+        base = "" if owner == "Context" else "(ContextObject)"
+        yield from ["", "", f"class {owner}Members{base}:", f'    """What {owner} has of gradaccum.h as it is there."""', ""]
+        yield "    _guard: Guard" if owner == "Context" else "    __slots__ = ()"
+        for f in functions:
+            if f.owner == owner:
+                yield from _member(f, functions, translator)
+
+
+def _member(f: Function, functions: list[Function], translator: Translator) -> Iterator[str]:
+    """A property of what a function returns, which may be set; a method of what it does."""
+    guard, handle = ("self._guard", "c") if f.owner == "Context" else ("self.context._guard", "c, self.id")
+    value = f.argument or f.result
+    kind = "None" if value is None else _value_type(value)
+    doc = translator.function(f, sentence(translator.value(f)) if f.result else "")
+    if f.argument:
+        if f"{f.owner}.{f.name.removeprefix('set_')}" in _ASSIGNED:
+            return
+        name = f.argument.c_name
+        yield from ["", f"    def {f.name}(self, {name}: {kind}{' | None' if f.argument.clears else ''}) -> None:"]
+        about = f"\n\n{name}: {translator.argument(f)}."
+        yield from _docstring(_summarised(doc) + about + _raises(f, translator), "        ")
+        yield from _forward(f, guard, handle)
+        return
+    if f.result is None:
+        yield from ["", f"    def {f.name}(self) -> None:"]
+        yield from _docstring(_summarised(doc) + _raises(f, translator), "        ")
+        yield from [f"        with {guard} as c:", f"            _raw.{f.c_name}({handle})"]
+        return
+    setter = next((s for s in functions if f"{s.owner}.{s.name}" == f"{f.owner}.set_{f.name}"), None)
+    if f"{f.owner}.{f.name}" not in _ASSIGNED:
+        setter = None
+    assigned = ""
+    if setter is not None:
+        text = translator.function(setter)
+        assigned = f"\n\nAssignment {text[0].lower()}{text[1:]}{_raises(setter, translator)}"
+    yield from ["", "    @property", f"    def {f.name}(self) -> {kind}:"]
+    yield from _docstring(_summarised(doc) + assigned + _raises(f, translator), "        ")
+    yield f"        with {guard} as c:"
+    if f.result.struct:
+        zeros = ", ".join("0" for _ in translator.header.structs[f.result.struct].arguments)
+        yield f"            struct = _raw.{f.result.struct}({zeros})"
+        yield from [f"            _raw.{f.c_name}({handle}, struct)", f"            return {kind}._read(struct)"]
+    else:
+        call = f"_raw.{f.c_name}({handle})"
+        yield f"            value: {kind} = {f'{kind}({call})' if f.result.enum or kind == 'bool' else call}"
+        yield "            return value"
+    if setter is not None and setter.argument is not None:
+        name = setter.argument.c_name
+        yield from ["", f"    @{f.name}.setter", f"    def {f.name}(self, {name}: {kind}) -> None:"]
+        yield from _forward(setter, guard, handle)
+
+
+def _forward(f: Function, guard: str, handle: str) -> Iterator[str]:
+    assert f.argument is not None
+    name = f.argument.c_name
+    given = {"bool": f"int({name})", "struct": f"{name}._write()"}.get(f.argument.kind, name)
+    if f.argument.clears:
+        given = f"None if {name} is None else {given}"
+    yield from [f"        with {guard} as c:", f"            _raw.{f.c_name}({handle}, {given})"]
+
+
+def _value_type(value: Field) -> str:
+    return names.TYPES[value.struct] if value.struct else "int" if value.kind == "size" else _type(value)
+
+
+def _summarised(text: str) -> str:
+    """The first sentence in a paragraph of its own."""
+    return re.sub(r"(?<=[.]) (?=[A-Z`])", "\n\n", text, count=1)
+
+
+def _raises(f: Function, translator: Translator) -> str:
+    return "".join(f"\n\nError {error}." for error in translator.errors(f))
 
 
 def _enums(enums: list[Enum], translator: Translator) -> Iterator[str]:

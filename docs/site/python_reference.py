@@ -47,6 +47,7 @@ PAGES: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
 }  # fmt: skip
 
 ALIASES = ("TensorLike", "AccumBatchNormalization")  # of other types
+WITH_BASES = ("Context", "Group", "Param", "BatchNorm")  # of which members are in a private base
 
 
 def public(source: pathlib.Path, module: str) -> list[str]:
@@ -75,5 +76,7 @@ def _page(title: str, guide: str, module: str, names: Sequence[str]) -> str:
     lines += [f".. py:currentmodule:: {module}", ""]
     for name in names:
         kind = "data" if name in ALIASES else "class" if name[0].isupper() else "function"
-        lines += [f".. autoapi{kind}:: {module}.{name}", *(["   :members:"] if kind == "class" else []), ""]
+        options = ["   :members:"] if kind == "class" else []
+        options += ["   :inherited-members:"] if name in WITH_BASES else []
+        lines += [f".. autoapi{kind}:: {module}.{name}", *options, ""]
     return "\n".join(lines)

@@ -97,7 +97,7 @@ GA_API ga_status ga_bn_options_init(ga_bn_options* out, size_t struct_size, ga_f
 GA_API ga_status ga_bn_add(ga_context* ctx, const char* name, int64_t channels, ga_param gamma,
                            ga_param beta, const ga_bn_options* options, ga_bn* out);
 
-/* *out: the number of layers; their ids are 0 to *out - 1. */
+/* *out: the number of layers of batch normalisation; their ids count up from 0. */
 GA_API ga_status ga_bn_count(const ga_context* ctx, int32_t* out);
 
 /* *out: the id of the layer of that name. GA_ERROR_INVALID_ARGUMENT: there is none. */
@@ -127,9 +127,10 @@ GA_API ga_status ga_bn_info_init(ga_bn_info* out, size_t struct_size);
 /* *out: what is known of a layer. */
 GA_API ga_status ga_bn_describe(const ga_context* ctx, ga_bn bn, ga_bn_info* out);
 
-/* frozen 1: freezes a layer: it normalises by its running statistics, which do not move, and the
-   functions that take statistics check what they are given, do nothing, and wait for no other rank.
-   0: unfreezes it. gamma and beta still get gradients (see ga_param_set_frozen). Between windows. */
+/* Freezes or unfreezes the layer. A frozen one normalises by its running statistics, which do not
+   move, and the functions that take statistics check what they are given, do nothing, and wait for
+   no other rank. gamma and beta still get gradients (see ga_param_set_frozen). Between windows.
+   frozen: 1 freezes it, 0 unfreezes it. */
 GA_API ga_status ga_bn_set_frozen(ga_context* ctx, ga_bn bn, int32_t frozen);
 
 /* Takes the statistics of a micro-batch. WINDOW: the first pass, each micro-batch once, in order,
@@ -151,9 +152,9 @@ enum {
 GA_API ga_status ga_bn_accumulate_stats(ga_context* ctx, ga_bn bn, int64_t count, const void* mean,
                                         const void* spread, ga_bn_spread kind, ga_dtype dtype);
 
-/* Ends the first pass of a layer in WINDOW mode. With a communicator (ga_context_set_comm) the call
-   is collective, and the layer normalises by the statistics of all ranks, some of which may have no
-   micro-batches. If the call fails on one rank it fails on all of them, and the statistics are as
+/* Ends the first pass of a layer with GA_BN_WINDOW. With a communicator (ga_context_set_comm) every
+   rank makes the call, also one without micro-batches, and the layer normalises by the statistics
+   of all ranks. If the call fails on one rank it fails on all of them, and the statistics are as
    they were. On a device it waits. Over a transport of the device (on_stream) it waits only where
    ga_step would, see ga_context_set_comm, and fails on that rank alone, which makes the call again
    or ends the window, while the devices of the others wait. GA_ERROR_INVALID_STATE: nothing was
@@ -174,13 +175,13 @@ GA_API ga_status ga_bn_forward(ga_context* ctx, ga_bn bn, const void* x, int64_t
 GA_API ga_status ga_bn_backward_accumulate(ga_context* ctx, ga_bn bn, const void* x, const void* dy,
                                            int64_t samples, int64_t positions);
 
-/* Ends the pass of ga_bn_backward_accumulate of a layer in WINDOW mode. With a communicator the
-   call is required before ga_bn_backward and is collective, waits and fails as ga_bn_finalize does:
-   it adds up over all ranks, also those without micro-batches, the sums that dx needs. The gradients
-   of gamma and beta stay the rank's own, and are added up by ga_step. Without a communicator the call
-   may be left out: it checks that no sums are missing, and changes nothing. GA_ERROR_INVALID_STATE:
-   sums of some micro-batch of this rank are missing, ga_bn_finalize has not been called, the sums are
-   those of all ranks already, or the layer is in another mode. */
+/* Ends the pass of ga_bn_backward_accumulate of a layer with GA_BN_WINDOW. With a communicator the
+   call is required before ga_bn_backward, on every rank, also on those without micro-batches, waits
+   and fails as ga_bn_finalize does, and adds up over all ranks the sums that dx needs. The
+   gradients of gamma and beta stay the rank's own, and are added up by ga_step. Without a
+   communicator the call may be left out: it checks that no sums are missing, and changes nothing.
+   GA_ERROR_INVALID_STATE: sums of some micro-batch of this rank are missing, ga_bn_finalize has not
+   been called, the sums are those of all ranks already, or the layer is in another mode. */
 GA_API ga_status ga_bn_backward_finalize(ga_context* ctx, ga_bn bn);
 
 /* Writes dx of the open micro-batch; zeros if its weight is 0. GA_ERROR_INVALID_STATE: the layer's

@@ -577,7 +577,7 @@ GA_API ga_status ga_config_init(ga_config* out, size_t struct_size);
    what a step did: whether it was applied, with what norm, clip factor and learning rate. */
 
 /* Sets K of the windows to come, as ga_config.accum_steps. Between windows, and only without a
-   schedule of K. */
+   schedule of K. accum_steps: micro-batches of a full window; 0: any number. */
 GA_API ga_status ga_context_set_accum_steps(ga_context* ctx, int64_t accum_steps);
 
 /* Makes K a function of applied steps: from applied step from_steps[i] on, K is accum_steps[i] (0:
@@ -629,7 +629,8 @@ typedef struct ga_window_info {
 /* Prepares *out to be filled, as every _init function of a result does: zeros, and struct_size. */
 GA_API ga_status ga_window_info_init(ga_window_info* out, size_t struct_size);
 
-/* The state of the window. Waits if a window under a schedule of K is about to open. */
+/* *out: the state of the window, and what it holds. Waits if a window under a schedule of K is
+   about to open. */
 GA_API ga_status ga_window(const ga_context* ctx, ga_window_info* out);
 
 /* Drops the window, an open micro-batch included. Parameters, state and counters stay as they are;
@@ -923,11 +924,12 @@ typedef struct ga_schedule {
 /* Writes the defaults of a kind. */
 GA_API ga_status ga_schedule_init(ga_schedule* out, size_t struct_size, ga_schedule_kind kind);
 
-/* Sets the schedule of a group, which is copied; NULL removes it. */
+/* Sets the schedule of the group's learning rate. schedule: how the learning rate moves; copied;
+   NULL removes the schedule of the learning rate. */
 GA_API ga_status ga_group_set_schedule(ga_context* ctx, ga_group group,
                                        const ga_schedule* schedule);
 
-/* Sets the learning rate, or its peak under a schedule; finite, >= 0. */
+/* Sets the learning rate, or its peak under a schedule. lr: finite, >= 0. */
 GA_API ga_status ga_group_set_lr(ga_context* ctx, ga_group group, double lr);
 
 /* *out: the learning rate of the next applied step. Waits. */
@@ -936,10 +938,10 @@ GA_API ga_status ga_group_lr(const ga_context* ctx, ga_group group, double* out)
 /* *out: the learning rate of the last applied step; 0 before the first. Waits. */
 GA_API ga_status ga_group_last_lr(const ga_context* ctx, ga_group group, double* out);
 
-/* Sets the number of applied steps; >= 0. For a run that goes on from elsewhere: schedules, EMA and
+/* Sets the number of applied steps, for a run that goes on from elsewhere: schedules, EMA and
    optimizers that count the context's steps go on from there, as if these steps had been made with
    the current hyper-parameters. Counts of a single parameter are state: ga_state_set. The number of
-   windows, by which GA_ACCUMULATE_STOCHASTIC rounds, stays. Between windows. Waits. */
+   windows, by which GA_ACCUMULATE_STOCHASTIC rounds, stays. Between windows. Waits. steps: >= 0. */
 GA_API ga_status ga_context_set_steps(ga_context* ctx, int64_t steps);
 
 /* ---- Clipping -------------------------------------------------------------------------------- */
@@ -1003,21 +1005,22 @@ typedef struct ga_clip {
 /* Writes the defaults. */
 GA_API ga_status ga_clip_init(ga_clip* out, size_t struct_size);
 
-/* Sets the clipping of the context; NULL removes it. Between windows if it is or becomes
-   GA_CLIP_WHEN_MICRO. GA_ERROR_UNSUPPORTED: GA_AGC_NFNETS and a parameter of rank 5 or more without
-   agc_axes; GA_CLIP_WHEN_MICRO and a batch-normalisation layer in WINDOW mode; under
-   GA_SHARD_OPTIMIZER, once the library has made its arrays, a GA_CLIP_AGC that comes, goes or has other
-   units, where the state of some parameter would then lie on other ranks. */
+/* Clips the gradients of all groups without a clip of their own. Between windows if the clip is or
+   becomes GA_CLIP_WHEN_MICRO. clip: NULL clips no more, but groups with a clip of their own.
+   GA_ERROR_UNSUPPORTED: GA_AGC_NFNETS and a parameter of rank 5 or more without
+   ga_param_options.agc_axes; GA_CLIP_WHEN_MICRO and a batch-normalisation layer in WINDOW mode;
+   under GA_SHARD_OPTIMIZER, once the library has made its arrays, a GA_CLIP_AGC that comes, goes or
+   has other units, where the state of some parameter would then lie on other ranks. */
 GA_API ga_status ga_context_set_clip(ga_context* ctx, const ga_clip* clip);
 
-/* Gives a group a clip of its own, with its own norm, in place of the context's; NULL: the
-   context's again. Otherwise as ga_context_set_clip. */
+/* Gives the group a clip of its own, with its own norm, in place of the context's. Otherwise as
+   ga_context_set_clip. clip: NULL clips the group as the context says. */
 GA_API ga_status ga_group_set_clip(ga_context* ctx, ga_group group, const ga_clip* clip);
 
 /* *out: the clip of the context, as it was set or loaded; the defaults if it has none. */
 GA_API ga_status ga_context_clip(const ga_context* ctx, ga_clip* out);
 
-/* *out: what a group is clipped by: a clip of its own, or the context's. */
+/* *out: what the group is clipped by: a clip of its own, or the context's. */
 GA_API ga_status ga_group_clip(const ga_context* ctx, ga_group group, ga_clip* out);
 
 /* ---- Loss scale ------------------------------------------------------------------------------ */
@@ -1051,7 +1054,8 @@ typedef struct ga_loss_scaler {
 GA_API ga_status ga_loss_scaler_init(ga_loss_scaler* out, size_t struct_size);
 
 /* Gives the context a dynamic loss scale, beginning with initial_scale, in place of
-   ga_config.loss_scale; NULL removes it. Between windows. */
+   ga_config.loss_scale. Between windows. scaler: how the scale moves; NULL removes the dynamic loss
+   scale. */
 GA_API ga_status ga_context_set_loss_scaler(ga_context* ctx, const ga_loss_scaler* scaler);
 
 /* The factor that the program multiplies its loss by until the next ga_step. *out_scale: the
@@ -1098,8 +1102,9 @@ typedef struct ga_ema {
 /* Writes the defaults. */
 GA_API ga_status ga_ema_init(ga_ema* out, size_t struct_size);
 
-/* Keeps an EMA of every parameter; NULL: keeps none. Legal until the library makes its arrays: in
-   ga_prepare, for state by name, or with the first contribution of all. */
+/* Keeps an EMA, a moving average, of every parameter. Legal until the library makes its arrays: in
+   ga_prepare, for state by name, or with the first contribution of all. ema: how the average moves;
+   NULL keeps no moving averages. */
 GA_API ga_status ga_context_set_ema(ga_context* ctx, const ga_ema* ema);
 
 /* Writes the EMA of a parameter to out, as many elements, of dtype, rounded to nearest; before the
@@ -1108,13 +1113,13 @@ GA_API ga_status ga_context_set_ema(ga_context* ctx, const ga_ema* ema);
    is no EMA, and no group with an average of its own. GA_ERROR_FAULT: out is half written. */
 GA_API ga_status ga_ema_copy_to(ga_context* ctx, ga_param param, void* out, ga_dtype dtype);
 
-/* on 1: exchanges parameters and EMA, to evaluate with the EMA; 0: exchanges them back, to the last
-   bit. A parameter of another dtype than its EMA is set to the EMA, rounded, and a copy is kept
-   meanwhile (ga_memory.averages). A second call with the same value does nothing. While exchanged,
-   only queries, ga_bn_infer, ga_synchronize, ga_context_set_stream and ga_context_destroy, which
-   leaves parameters as they are, are legal; the rest is GA_ERROR_INVALID_STATE. Between windows.
-   Waits.
-   GA_ERROR_INVALID_STATE: there is no EMA, and no group with an average of its own. */
+/* Exchanges parameters and EMA, to evaluate with the EMA, or takes that back. A parameter of
+   another dtype than its EMA is set to the EMA, rounded, and a copy is kept meanwhile
+   (ga_memory.averages). A second call with the same value does nothing. While exchanged, only
+   queries, ga_bn_infer, ga_synchronize, ga_context_set_stream and ga_context_destroy, which leaves
+   parameters as they are, are legal; the rest is GA_ERROR_INVALID_STATE. Between windows; under
+   GA_SHARD_OPTIMIZER, on every rank. Waits. on: 1 exchanges them, 0 takes that back, to the last
+   bit. GA_ERROR_INVALID_STATE: there is no EMA, and no group with an average of its own. */
 GA_API ga_status ga_ema_swap(ga_context* ctx, int32_t on);
 
 /* ---- Parameters in detail -------------------------------------------------------------------- */
@@ -1233,7 +1238,7 @@ GA_API ga_status ga_params_add_flat(ga_context* ctx, void* data, ga_dtype dtype,
                                     const ga_flat_entry* entries, size_t count,
                                     const ga_param_options* options, ga_param* out);
 
-/* *out: the number of parameters, removed ones included; their ids are 0 to *out - 1. */
+/* *out: the number of parameters, removed ones included; their ids count up from 0. */
 GA_API ga_status ga_param_count(const ga_context* ctx, int32_t* out);
 
 /* *out: the id of the parameter of that name. GA_ERROR_INVALID_ARGUMENT: there is none. */
@@ -1266,11 +1271,12 @@ GA_API ga_status ga_param_info_init(ga_param_info* out, size_t struct_size);
 /* *out: what is known of a parameter. */
 GA_API ga_status ga_param_describe(const ga_context* ctx, ga_param param, ga_param_info* out);
 
-/* *out: how many pointers ga_accumulate takes: one for each ga_param_add and ga_params_add_flat,
+/* *out: how many gradients ga_accumulate takes: one for each ga_param_add and ga_params_add_flat,
    also of parameters that were removed. */
 GA_API ga_status ga_slot_count(const ga_context* ctx, size_t* out);
 
-/* *out: which of these pointers is a parameter's; parameters of a flat block share one. */
+/* *out: which gradient of ga_accumulate is the parameter's; parameters of a flat block share
+   one. */
 GA_API ga_status ga_param_slot(const ga_context* ctx, ga_param param, size_t* out);
 
 /* Tells that the parameter has moved: data holds its values now. Master weights stay, but under
@@ -1284,18 +1290,21 @@ GA_API ga_status ga_param_bind(ga_context* ctx, ga_param param, void* data);
    nothing needs to be told. Between windows. */
 GA_API ga_status ga_param_changed(ga_context* ctx, ga_param param);
 
-/* frozen 1: freezes a parameter: it is not updated, and its gradients, which may be NULL, are not
-   read: no norm and no check sees them. 0: unfreezes it; its state is that of before. One that is
+/* Freezes or unfreezes the parameter. A frozen one is not updated, and its gradients, which may be
+   NULL, are not read: no norm and no check sees them. Its state stays that of before. One that is
    frozen from the start owns nothing, neither accumulator nor state, master weights or EMA, until a
-   contribution comes after it is unfrozen. Between windows. */
+   contribution comes after it is unfrozen. Between windows. frozen: 1 freezes it, 0 unfreezes
+   it. */
 GA_API ga_status ga_param_set_frozen(ga_context* ctx, ga_param param, int32_t frozen);
 
-/* Multiplies the group's learning rate, or its weight decay, for one parameter; finite, >= 0; 1
-   until then. The factor stays when the group's value changes; ga_group_lr and ga_step_result.lr do
-   not include it. Decoupled weight decay is multiplied by both. With a weight_decay_scale of 0,
-   LAMB and LARS treat the parameter as one without weight decay: no trust ratio, but by
-   always_adapt. */
+/* Multiplies the group's learning rate for this parameter. The factor stays when the learning rate
+   changes; ga_group_lr and ga_step_result.lr do not include it. Decoupled weight decay is
+   multiplied by this factor too. lr_scale: finite, >= 0; 1 until then. */
 GA_API ga_status ga_param_set_lr_scale(ga_context* ctx, ga_param param, double lr_scale);
+
+/* Multiplies the group's weight decay for this parameter. The factor stays when the weight decay
+   changes. With 0, LAMB and LARS treat the parameter as one without weight decay: no trust ratio,
+   but by ga_optimizer.always_adapt. weight_decay_scale: finite, >= 0; 1 until then. */
 GA_API ga_status ga_param_set_weight_decay_scale(ga_context* ctx, ga_param param,
                                                  double weight_decay_scale);
 
@@ -1315,26 +1324,28 @@ GA_API ga_status ga_param_remove(ga_context* ctx, ga_param param);
    Networks that are trained in turns (GAN, actor and critic) are best given a context each: steps,
    schedules, EMA and loss scale are the context's, and would count the steps of both. */
 
-/* Sets the weight decay; finite, >= 0. */
+/* Sets the weight decay. weight_decay: finite, >= 0. */
 GA_API ga_status ga_group_set_weight_decay(ga_context* ctx, ga_group group, double weight_decay);
 
-/* Gives a group other hyper-parameters: learning rate, betas, momentum, eps and so on. What decides
-   which state there is may not change: kind, flavor, state_dtype, amsgrad, centered,
+/* Gives the group other hyper-parameters: learning rate, betas, momentum, eps and so on. What
+   decides which state there is may not change: kind, flavor, state_dtype, amsgrad, centered,
    initial_accumulator, and whether momentum (SGD, RMSPROP, LARS) or beta2 (MUON) is 0. Bias
-   corrections use the new beta, 1 - beta^t, as PyTorch's and Keras's do. GA_ERROR_UNSUPPORTED: such
-   a field differs, the device has no products for ns_precision, or the optimizer would then move
-   rows that GA_ROWS_LAZY leaves. */
+   corrections use the new beta, 1 - beta^t, as PyTorch's and Keras's do. optimizer: the new
+   hyper-parameters. GA_ERROR_UNSUPPORTED: such a field differs, the device has no products for
+   ns_precision, or the optimizer would then move rows that GA_ROWS_LAZY leaves. */
 GA_API ga_status ga_group_set_optimizer(ga_context* ctx, ga_group group,
                                         const ga_optimizer* optimizer);
 
-/* Calls ga_param_set_frozen for each parameter that the group has now. Between windows. */
+/* Freezes or unfreezes each parameter that the group has now, as ga_param_set_frozen does. Between
+   windows. frozen: 1 freezes them, 0 unfreezes them. */
 GA_API ga_status ga_group_set_frozen(ga_context* ctx, ga_group group, int32_t frozen);
 
-/* *out: the number of groups; their ids are 0 to *out - 1. */
+/* *out: the number of groups; their ids count up from 0. */
 GA_API ga_status ga_group_count(const ga_context* ctx, int32_t* out);
 
-/* *out: the optimizer of a group, with the learning rate and the weight decay that were set last. Its
-   ns_table points to memory of the context that is valid until the group is given another table. */
+/* *out: the optimizer of the group, with the learning rate and the weight decay that were set last.
+   Its ns_table points to memory of the context that is valid until the group is given another
+   table. */
 GA_API ga_status ga_group_optimizer(const ga_context* ctx, ga_group group, ga_optimizer* out);
 
 /* The reduced, clipped gradient of a parameter of a GA_OPTIMIZER_EXTERNAL group. *out_data:
@@ -1361,18 +1372,19 @@ GA_API ga_status ga_gradient(ga_context* ctx, ga_param param, const void** out_d
 GA_API ga_status ga_device_count(ga_device device, int32_t* out);
 
 /* Waits until all work of the context is done. GA_ERROR_FAULT: some of it failed on the device;
-   every later call returns this again. */
+   every later call fails with it again. */
 GA_API ga_status ga_synchronize(ga_context* ctx);
 
 /* Replaces the stream of the context (ga_config.stream): later calls queue their work on this one,
-   behind everything that the context has queued so far, and pass it to ga_allocate and ga_free. Also
-   legal within a window. Does not wait. stream: a cudaStream_t of the same device and driver context
-   as the stream that it replaces, which is not used any more and may be destroyed; NULL: the legacy
-   default stream; not cudaStreamPerThread. Work that the program has queued on other streams stays
-   the program's to order. GA_ERROR_INVALID_STATE: one of the two streams is being captured, and the
-   other does not belong to that capture. If only the new stream is being captured, the call succeeds
-   where the device has finished everything that the context has queued. After an error the context
-   keeps its stream, and the window is as it was. GA_ERROR_UNSUPPORTED: the context is on the CPU. */
+   behind everything that the context has queued so far. It is also passed to ga_allocate and
+   ga_free. Also legal within a window. Does not wait. Work that the program has queued on other
+   streams stays the program's to order. While the new stream alone is being captured, the call
+   succeeds where the device has finished everything that the context has queued. After an error the
+   context keeps its stream, and the window is as it was. stream: a cudaStream_t of the same device
+   and driver context as the stream that it replaces, which is not used any more and may be
+   destroyed; NULL: the legacy default stream; not cudaStreamPerThread. GA_ERROR_INVALID_STATE: one
+   of the two streams is being captured, and the other does not belong to that capture.
+   GA_ERROR_UNSUPPORTED: the context is on the CPU. */
 GA_API ga_status ga_context_set_stream(ga_context* ctx, void* stream);
 
 /* ---- Memory ---------------------------------------------------------------------------------- */
@@ -1411,7 +1423,7 @@ typedef struct ga_memory {
 /* Prepares *out to be filled. */
 GA_API ga_status ga_memory_init(ga_memory* out, size_t struct_size);
 
-/* *out: the memory of a context. */
+/* *out: the bytes that the library owns for the context, by purpose. */
 GA_API ga_status ga_context_memory(const ga_context* ctx, ga_memory* out);
 
 /* ---- Build ----------------------------------------------------------------------------------- */

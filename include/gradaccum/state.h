@@ -62,7 +62,7 @@ GA_API ga_status ga_state_get(ga_context* ctx, ga_param param, const char* name,
 GA_API ga_status ga_state_set(ga_context* ctx, ga_param param, const char* name, const void* data,
                               ga_dtype dtype, int64_t count);
 
-/* Puts all state of a parameter back to the beginning: the optimizer's and its counts, master
+/* Puts all state of the parameter back to the beginning: the optimizer's and its counts, master
    weights and EMA (the parameter itself). Between windows. */
 GA_API ga_status ga_state_reset(ga_context* ctx, ga_param param);
 

@@ -212,17 +212,6 @@ namespace GradAccum {
       }
     }
 
-    /// <summary>How many parameters were added, removed ones included.</summary>
-    public int ParamCount {
-      get {
-        using (Call call = Begin()) {
-          int count;
-          Raw.ga_param_count(call.Context, out count);
-          return count;
-        }
-      }
-    }
-
     /// <summary>The parameter of a name.</summary>
     /// <param name="name">The name.</param>
     /// <returns>The parameter.</returns>
@@ -235,58 +224,7 @@ namespace GradAccum {
       }
     }
 
-    /// <summary>How many places a list of gradients has.</summary>
-    public int SlotCount {
-      get {
-        using (Call call = Begin()) {
-          UIntPtr count;
-          Raw.ga_slot_count(call.Context, out count);
-          return (int)count.ToUInt64();
-        }
-      }
-    }
-
-    /// <summary>Allocates the library's arrays, which the first contribution would do otherwise.</summary>
-    public void Prepare() {
-      using (Call call = Begin()) Raw.ga_prepare(call.Context);
-    }
-
     // ---- Clipping, loss scale, EMA ------------------------------------------------------------------
-
-    /// <summary>Sets the clipping of all groups without a clip of their own.</summary>
-    /// <param name="clip">The clip, which is copied; null: none.</param>
-    public void SetClip(Clip clip) {
-      using (Call call = Begin()) {
-        Raw.ga_context_set_clip(call.Context, clip == null ? null : clip.Native);
-      }
-    }
-
-    internal void SetClip(int group, Clip clip) {
-      using (Call call = Begin()) {
-        Raw.ga_group_set_clip(call.Context, group, clip == null ? null : clip.Native);
-      }
-    }
-
-    /// <summary>
-    /// The clip of the context, as it was set or loaded; the defaults without one. Changing it changes a copy.
-    /// </summary>
-    public Clip Clip {
-      get {
-        using (Call call = Begin()) {
-          ga_clip native = new ga_clip();
-          Raw.ga_context_clip(call.Context, native);
-          return new Clip(native);
-        }
-      }
-    }
-
-    /// <summary>Gives the context a loss scale that follows the gradients. Between windows.</summary>
-    /// <param name="scaler">How it moves; null: the loss scale of the configuration again.</param>
-    public void SetLossScaler(LossScaler scaler) {
-      using (Call call = Begin()) {
-        Raw.ga_context_set_loss_scaler(call.Context, scaler == null ? null : scaler.Native);
-      }
-    }
 
     /// <summary>What the program multiplies its loss by until the next step.</summary>
     public double LossScale {
@@ -310,12 +248,6 @@ namespace GradAccum {
           return device;
         }
       }
-    }
-
-    /// <summary>Keeps a moving average of every parameter. Legal until the library makes its arrays.</summary>
-    /// <param name="ema">The average; null: none.</param>
-    public void SetEma(Ema ema) {
-      using (Call call = Begin()) Raw.ga_context_set_ema(call.Context, ema == null ? null : ema.Native);
     }
 
     /// <summary>
@@ -381,17 +313,6 @@ namespace GradAccum {
       }
     }
 
-    /// <summary>How many batch-normalisation layers were added.</summary>
-    public int BatchNormCount {
-      get {
-        using (Call call = Begin()) {
-          int count;
-          Raw.ga_bn_count(call.Context, out count);
-          return count;
-        }
-      }
-    }
-
     /// <summary>The batch-normalisation layer of a name.</summary>
     /// <param name="name">The name.</param>
     /// <returns>The layer.</returns>
@@ -402,40 +323,6 @@ namespace GradAccum {
         Raw.ga_bn_find(call.Context, name, out layer);
         return new BatchNorm(this, call.Context, layer);
       }
-    }
-
-    // ---- Queries ------------------------------------------------------------------------------------
-
-    /// <summary>The memory that the library owns for this context.</summary>
-    public MemoryUse Memory {
-      get {
-        using (Call call = Begin())
-        using (ga_memory native = new ga_memory()) {
-          Raw.ga_context_memory(call.Context, native);
-          return new MemoryUse(native);
-        }
-      }
-    }
-
-    /// <summary>Waits until all work of the context is done, on a device.</summary>
-    public void Synchronize() {
-      using (Call call = Begin()) Raw.ga_synchronize(call.Context);
-    }
-
-    /// <summary>
-    /// Gives the context another stream in place of that of its Config: later work is queued there, behind all that was
-    /// queued before. Waits for nothing; also legal within a window.
-    /// </summary>
-    /// <param name="stream">
-    /// The program's cudaStream_t, of the device and driver context of the stream before it; zero: the legacy default
-    /// stream.
-    /// </param>
-    /// <exception cref="GradAccumException">
-    /// InvalidState: one of the two streams is being captured, and the other is no part of that capture. Unsupported:
-    /// the context is on the CPU.
-    /// </exception>
-    public void SetStream(IntPtr stream) {
-      using (Call call = Begin()) Raw.ga_context_set_stream(call.Context, stream);
     }
 
     // ---- What the other classes need ----------------------------------------------------------------

@@ -6,12 +6,6 @@ namespace GradAccum {
   public sealed partial class Context {
     // ---- Windows ------------------------------------------------------------------------------------
 
-    /// <summary>Sets K of the windows to come. Between windows.</summary>
-    /// <param name="accumSteps">K; 0: any number.</param>
-    public void SetAccumSteps(long accumSteps) {
-      using (Call call = Begin()) Raw.ga_context_set_accum_steps(call.Context, accumSteps);
-    }
-
     /// <summary>
     /// Makes K a function of applied steps: from step fromSteps[i] on, it is accumSteps[i]. Empty arrays
     /// remove the schedule. Between windows.
@@ -28,12 +22,6 @@ namespace GradAccum {
       using (Call call = Begin()) {
         Raw.ga_context_set_accum_schedule(call.Context, fromSteps, accumSteps, (ulong)fromSteps.Length);
       }
-    }
-
-    /// <summary>Sets the number of applied steps, for a run that goes on from elsewhere. Between windows.</summary>
-    /// <param name="steps">The number.</param>
-    public void SetSteps(long steps) {
-      using (Call call = Begin()) Raw.ga_context_set_steps(call.Context, steps);
     }
 
     /// <summary>The state of the window.</summary>

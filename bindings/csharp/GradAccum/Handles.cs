@@ -3,136 +3,19 @@ using System;
 
 namespace GradAccum {
   /// <summary>Parameters that share an optimizer.</summary>
-  public sealed class Group : IEquatable<Group> {
+  public sealed partial class Group : IEquatable<Group> {
     internal Group(Context context, int id) {
       Context = context;
       Id = id;
     }
-
-    /// <summary>Its context.</summary>
-    public Context Context { get; }
-
-    /// <summary>Its number: 0, 1, 2, ... in the order in which groups are added.</summary>
-    public int Id { get; }
-
-    /// <summary>The hyper-parameters that the group has now; changing them changes a copy.</summary>
-    public Optimizer Optimizer {
-      get {
-        using (Call call = Context.Begin()) {
-          ga_optimizer native = new ga_optimizer((int)OptimizerKind.Sgd, (int)Flavor.Torch);
-          Raw.ga_group_optimizer(call.Context, Id, native);
-          return new Optimizer(native);
-        }
-      }
-    }
-
-    /// <summary>Gives the group other hyper-parameters, as far as its state stays what it is.</summary>
-    /// <param name="optimizer">The hyper-parameters, which are copied.</param>
-    public void SetOptimizer(Optimizer optimizer) {
-      if (optimizer == null) throw new ArgumentNullException("optimizer");
-      using (Call call = Context.Begin()) Raw.ga_group_set_optimizer(call.Context, Id, optimizer.Native);
-    }
-
-    /// <summary>The learning rate of the next applied step.</summary>
-    public double Lr {
-      get {
-        using (Call call = Context.Begin()) {
-          double lr;
-          Raw.ga_group_lr(call.Context, Id, out lr);
-          return lr;
-        }
-      }
-    }
-
-    /// <summary>The learning rate of the last applied step; 0 before the first.</summary>
-    public double LastLr {
-      get {
-        using (Call call = Context.Begin()) {
-          double lr;
-          Raw.ga_group_last_lr(call.Context, Id, out lr);
-          return lr;
-        }
-      }
-    }
-
-    /// <summary>Sets the learning rate, or its peak under a schedule.</summary>
-    /// <param name="lr">The learning rate; finite, not negative.</param>
-    public void SetLr(double lr) {
-      using (Call call = Context.Begin()) Raw.ga_group_set_lr(call.Context, Id, lr);
-    }
-
-    /// <summary>Sets the weight decay.</summary>
-    /// <param name="weightDecay">The weight decay; finite, not negative.</param>
-    public void SetWeightDecay(double weightDecay) {
-      using (Call call = Context.Begin()) Raw.ga_group_set_weight_decay(call.Context, Id, weightDecay);
-    }
-
-    /// <summary>Lets the learning rate follow a schedule.</summary>
-    /// <param name="schedule">The schedule, which is copied; null: none.</param>
-    public void SetSchedule(Schedule schedule) {
-      using (Call call = Context.Begin()) {
-        Raw.ga_group_set_schedule(call.Context, Id, schedule == null ? null : schedule.Native);
-      }
-    }
-
-    /// <summary>Gives the group a clip of its own.</summary>
-    /// <param name="clip">The clip, which is copied; null: that of the context again.</param>
-    public void SetClip(Clip clip) {
-      Context.SetClip(Id, clip);
-    }
-
-    /// <summary>
-    /// What the group is clipped by: a clip of its own, or that of the context. Changing it changes a copy.
-    /// </summary>
-    public Clip Clip {
-      get {
-        using (Call call = Context.Begin()) {
-          ga_clip native = new ga_clip();
-          Raw.ga_group_clip(call.Context, Id, native);
-          return new Clip(native);
-        }
-      }
-    }
-
-    /// <summary>Freezes or unfreezes all parameters that the group has now. Between windows.</summary>
-    /// <param name="frozen">Whether they are frozen.</param>
-    public void SetFrozen(bool frozen) {
-      using (Call call = Context.Begin()) Raw.ga_group_set_frozen(call.Context, Id, frozen ? 1 : 0);
-    }
-
-    /// <summary>Whether both are the same group of the same context.</summary>
-    /// <param name="other">The other group.</param>
-    /// <returns>Whether they are the same.</returns>
-    public bool Equals(Group other) {
-      return other != null && other.Context == Context && other.Id == Id;
-    }
-
-    /// <summary>Whether both are the same group of the same context.</summary>
-    /// <param name="obj">The other object.</param>
-    /// <returns>Whether they are the same.</returns>
-    public override bool Equals(object obj) {
-      return Equals(obj as Group);
-    }
-
-    /// <summary>A hash code.</summary>
-    /// <returns>The code.</returns>
-    public override int GetHashCode() {
-      return Id;
-    }
   }
 
   /// <summary>A parameter.</summary>
-  public sealed class Param : IEquatable<Param> {
+  public sealed partial class Param : IEquatable<Param> {
     internal Param(Context context, int id) {
       Context = context;
       Id = id;
     }
-
-    /// <summary>Its context.</summary>
-    public Context Context { get; }
-
-    /// <summary>Its number: 0, 1, 2, ... in the order in which parameters are added.</summary>
-    public int Id { get; }
 
     /// <summary>Its name.</summary>
     public string Name {
@@ -143,17 +26,6 @@ namespace GradAccum {
     public ParamInfo Info {
       get {
         using (Call call = Context.Begin()) return Context.Describe(call.Context, Id);
-      }
-    }
-
-    /// <summary>Its place in a list of gradients; parameters of a block share one.</summary>
-    public int Slot {
-      get {
-        using (Call call = Context.Begin()) {
-          UIntPtr slot;
-          Raw.ga_param_slot(call.Context, Id, out slot);
-          return (int)slot.ToUInt64();
-        }
       }
     }
 
@@ -177,32 +49,6 @@ namespace GradAccum {
           if (pin != null) pin.Release();
         }
       }
-    }
-
-    /// <summary>
-    /// Tells that the program has written a parameter that has master weights; needless with
-    /// <see cref="ParamOptions.FollowData"/>. Between windows.
-    /// </summary>
-    public void Changed() {
-      using (Call call = Context.Begin()) Raw.ga_param_changed(call.Context, Id);
-    }
-
-    /// <summary>Freezes or unfreezes the parameter. Between windows.</summary>
-    /// <param name="frozen">Whether it is frozen.</param>
-    public void SetFrozen(bool frozen) {
-      using (Call call = Context.Begin()) Raw.ga_param_set_frozen(call.Context, Id, frozen ? 1 : 0);
-    }
-
-    /// <summary>Multiplies the learning rate of the group for this parameter.</summary>
-    /// <param name="lrScale">The factor; finite, not negative.</param>
-    public void SetLrScale(double lrScale) {
-      using (Call call = Context.Begin()) Raw.ga_param_set_lr_scale(call.Context, Id, lrScale);
-    }
-
-    /// <summary>Multiplies the weight decay of the group for this parameter.</summary>
-    /// <param name="weightDecayScale">The factor; finite, not negative.</param>
-    public void SetWeightDecayScale(double weightDecayScale) {
-      using (Call call = Context.Begin()) Raw.ga_param_set_weight_decay_scale(call.Context, Id, weightDecayScale);
     }
 
     /// <summary>
@@ -322,31 +168,6 @@ namespace GradAccum {
       }
     }
 
-    /// <summary>Puts all state of the parameter back to the beginning. Between windows.</summary>
-    public void ResetState() {
-      using (Call call = Context.Begin()) Raw.ga_state_reset(call.Context, Id);
-    }
-
-    /// <summary>Whether both are the same parameter of the same context.</summary>
-    /// <param name="other">The other parameter.</param>
-    /// <returns>Whether they are the same.</returns>
-    public bool Equals(Param other) {
-      return other != null && other.Context == Context && other.Id == Id;
-    }
-
-    /// <summary>Whether both are the same parameter of the same context.</summary>
-    /// <param name="obj">The other object.</param>
-    /// <returns>Whether they are the same.</returns>
-    public override bool Equals(object obj) {
-      return Equals(obj as Param);
-    }
-
-    /// <summary>A hash code.</summary>
-    /// <returns>The code.</returns>
-    public override int GetHashCode() {
-      return Id;
-    }
-
     private StateInfo[] Describe(IntPtr context) {
       int count;
       Raw.ga_state_count(context, Id, out count);
@@ -369,7 +190,7 @@ namespace GradAccum {
   }
 
   /// <summary>A batch-normalisation layer. Its backward calls are those of <see cref="MicroBatch"/>.</summary>
-  public sealed class BatchNorm : IEquatable<BatchNorm> {
+  public sealed partial class BatchNorm : IEquatable<BatchNorm> {
     private readonly DType dtype;
 
     internal BatchNorm(Context context, IntPtr native, int id) {
@@ -380,12 +201,6 @@ namespace GradAccum {
       dtype = info.DType;
     }
 
-    /// <summary>Its context.</summary>
-    public Context Context { get; }
-
-    /// <summary>Its number: 0, 1, 2, ... in the order in which layers are added.</summary>
-    public int Id { get; }
-
     /// <summary>Its channels.</summary>
     public long Channels { get; }
 
@@ -394,12 +209,6 @@ namespace GradAccum {
       get {
         using (Call call = Context.Begin()) return Describe(call.Context);
       }
-    }
-
-    /// <summary>Freezes or unfreezes the layer. Between windows.</summary>
-    /// <param name="frozen">Whether it is frozen.</param>
-    public void SetFrozen(bool frozen) {
-      using (Call call = Context.Begin()) Raw.ga_bn_set_frozen(call.Context, Id, frozen ? 1 : 0);
     }
 
     /// <summary>Takes the statistics of a micro-batch.</summary>
@@ -427,19 +236,6 @@ namespace GradAccum {
           Raw.ga_bn_accumulate_stats(call.Context, Id, count, first.Address, second.Address, (int)kind, (int)mean.DType);
         }
       }
-    }
-
-    /// <summary>Ends the first pass in window mode. With a communicator every rank makes the call, also one
-    /// without data, and the layer normalises by the statistics of all ranks.</summary>
-    public void FinalizeStats() {
-      using (Call call = Context.Begin()) Raw.ga_bn_finalize(call.Context, Id);
-    }
-
-    /// <summary>Ends the pass of MicroBatch.BackwardAccumulate in window mode. With a communicator the call is
-    /// required before MicroBatch.Backward, on every rank, and adds up what dx needs of all ranks; alone it may be
-    /// left out.</summary>
-    public void BackwardFinalize() {
-      using (Call call = Context.Begin()) Raw.ga_bn_backward_finalize(call.Context, Id);
     }
 
     /// <summary>Normalises the input of a micro-batch.</summary>
@@ -519,26 +315,6 @@ namespace GradAccum {
           return count;
         }
       }
-    }
-
-    /// <summary>Whether both are the same layer of the same context.</summary>
-    /// <param name="other">The other layer.</param>
-    /// <returns>Whether they are the same.</returns>
-    public bool Equals(BatchNorm other) {
-      return other != null && other.Context == Context && other.Id == Id;
-    }
-
-    /// <summary>Whether both are the same layer of the same context.</summary>
-    /// <param name="obj">The other object.</param>
-    /// <returns>Whether they are the same.</returns>
-    public override bool Equals(object obj) {
-      return Equals(obj as BatchNorm);
-    }
-
-    /// <summary>A hash code.</summary>
-    /// <returns>The code.</returns>
-    public override int GetHashCode() {
-      return Id;
     }
 
     private BatchNormInfo Describe(IntPtr context) {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the generator of options, enumerations and results makes of headers, and what it refuses."""
+"""What the generator makes of headers, and what it refuses."""
 
 import os
 import pathlib
@@ -61,6 +61,41 @@ def test_a_new_enumerator_is_there_with_its_comment(tmp_path: pathlib.Path, lang
     assert "way from zero, wherever that is" in text
 
 
+SET_LR = "/* Sets the learning rate, or its peak under a schedule. "
+GLASS = """\
+GA_API ga_status ga_group_set_glass(ga_context* ctx, ga_group group, double glass);
+
+/* *out: the glass of the group, once ga_step has cut it. */
+GA_API ga_status ga_group_glass(const ga_context* ctx, ga_group group, double* out);
+
+"""
+CUT = "/* Cuts glass to size. glass: panes, >= 7. GA_ERROR_UNSUPPORTED: GA_ROUND_NEAREST breaks it. */\n" + GLASS
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_new_functions_are_members_with_their_comments(tmp_path: pathlib.Path, language: str) -> None:
+    status, text = generate(tmp_path, language, (SET_LR, CUT + SET_LR))
+    assert status == 0, text
+    words = " ".join(text.replace("///", " ").replace(" * ", " ").split())
+    for part in {
+        "csharp": (
+            "public void SetGlass(double glass) {", "Raw.ga_group_set_glass(call.Context, Id, glass);",
+            "public double Glass { get {", '<param name="glass">Panes, &gt;= 7.</param>',
+        ),
+        "java": (
+            "public void setGlass(double glass) {", "Raw.ga_group_set_glass(c, id, glass);",
+            "public double glass() {", "@param glass panes, &gt;= 7 @throws GradAccumException",
+        ),
+        "python": (
+            "def set_glass(self, glass: float) -> None:", "_raw.ga_group_set_glass(c, self.id, glass)",
+            "@property def glass(self) -> float:", "glass: panes, >= 7.",
+        ),
+    }[language]:  # fmt: skip
+        assert part in words
+    assert "Cuts glass to size." in words
+    assert "he glass of the group, once" in words
+
+
 @pytest.mark.parametrize(
     ("old", "new", "why"),
     [
@@ -71,6 +106,10 @@ def test_a_new_enumerator_is_there_with_its_comment(tmp_path: pathlib.Path, lang
         (ROUNDING, ROUNDING.replace("to nearest", "as ga_frobnicate, to nearest"), "ga_frobnicate"),
         (ROUNDING, ROUNDING.replace("to nearest", "as GA_FROBNICATE, to nearest"), "GA_FROBNICATE"),
         (BYTES, "  struct missing gone; /* of a kind */\n" + BYTES, "incomplete type"),
+        (SET_LR, GLASS + SET_LR, "ga_group_set_glass has no comment"),
+        (SET_LR, CUT.replace("*out: the", "The") + SET_LR, 'ga_group_glass has no sentence that begins with "*out: "'),
+        (SET_LR, CUT.replace("double glass", "float glass") + SET_LR, "glass has the type float, for which no binding"),
+        (SET_LR, CUT.replace("ga_group_set_glass", "ga_set_glass") + SET_LR, "ga_set_glass is a member of no class"),
         (MASTER, "enum { GA_ODD = 3 /* odd */ };\n" + MASTER, "GA_ODD begins an enum that names.py does not name"),
     ],
 )  # fmt: skip

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from . import _raw
+from ._members import BatchNormMembers
 from .enums import BnLayout, BnSpread, Dtype
 from .options import BatchNormInfo
 from .tensor import HOST, Tensor, TensorLike, new_tensor
@@ -21,18 +22,17 @@ def describe_layer(c: int, id: int) -> BatchNormInfo:
     return BatchNormInfo._read(struct)
 
 
-class BatchNorm:
+class BatchNorm(BatchNormMembers):
     """A layer of batch normalisation. Made by Context.add_batch_norm().
 
     Tensors x, y, dy and dx are [samples, channels, ...] or, with BnLayout.CHANNELS_LAST,
     [samples, ..., channels].
     """
 
-    __slots__ = ("_dtype", "_layout", "channels", "context", "id", "name")
+    __slots__ = ("_dtype", "_layout", "channels", "name")
 
     def __init__(self, context: Context, id: int, info: BatchNormInfo) -> None:
-        self.context = context
-        self.id = id
+        super().__init__(context, id)
         self.name = info.name
         self.channels = info.channels
         self._dtype = info.dtype
@@ -40,12 +40,6 @@ class BatchNorm:
 
     def __repr__(self) -> str:
         return f'<gradaccum.BatchNorm "{self.name}" [{self.channels}]>'
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, BatchNorm) and other.context is self.context and other.id == self.id
-
-    def __hash__(self) -> int:
-        return hash((id(self.context), self.id))
 
     @property
     def info(self) -> BatchNormInfo:
@@ -89,15 +83,6 @@ class BatchNorm:
             second = where.borrow(spread, f'spread of layer "{self.name}"', dtype, shape)
             _raw.ga_bn_accumulate_stats(c, self.id, count, first, second, kind, dtype)
 
-    def finalize(self) -> None:
-        """Ends the first pass of a layer in WINDOW mode.
-
-        With a communicator every rank makes the call, also one without data, and the layer normalises by
-        the statistics of all ranks.
-        """
-        with self.context._guard as c:
-            _raw.ga_bn_finalize(c, self.id)
-
     def forward(self, x: TensorLike, y: TensorLike) -> None:
         """Normalises x of a micro-batch to y."""
         with self.context._guard as c:
@@ -110,15 +95,6 @@ class BatchNorm:
             loan, shape, samples, positions = self._input(x)
             gradient = self._like(dy, "dy", shape, False)
             _raw.ga_bn_backward_accumulate(c, self.id, loan, gradient, samples, positions)
-
-    def backward_finalize(self) -> None:
-        """Ends the pass of backward_accumulate of a layer in WINDOW mode.
-
-        With a communicator the call is required before backward, on every rank, and adds up what dx needs
-        of all ranks; alone it may be left out.
-        """
-        with self.context._guard as c:
-            _raw.ga_bn_backward_finalize(c, self.id)
 
     def backward(self, x: TensorLike, dy: TensorLike, dx: TensorLike) -> None:
         """Writes dx of the open micro-batch."""
@@ -133,11 +109,6 @@ class BatchNorm:
         with self.context._guard as c:
             loan, shape, samples, positions = self._input(x)
             _raw.ga_bn_infer(c, self.id, loan, samples, positions, self._like(y, "y", shape, True))
-
-    def set_frozen(self, frozen: bool) -> None:
-        """Freezes the layer, which then normalises by its running statistics, or unfreezes it."""
-        with self.context._guard as c:
-            _raw.ga_bn_set_frozen(c, self.id, int(frozen))
 
     def running(self) -> tuple[Tensor, Tensor, int]:
         """The running mean and variance in F64, and how often they have moved."""

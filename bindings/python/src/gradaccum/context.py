@@ -12,14 +12,14 @@ from typing import Any, BinaryIO, NoReturn, Self
 from . import _native, _raw
 from ._gradients import Kept, Slot
 from ._guard import Guard, Handle
+from ._members import ContextMembers
 from .batch_norm import BatchNorm, describe_layer
 from .communicator import Communicator
 from .enums import Dtype, StepOutcome
 from .micro_batch import Accumulator as Accumulator
 from .micro_batch import MicroBatch
 from .options import (
-    BatchNormOptions, Clip, CommunicatorOptions, Config, Ema, LossScaler, Memory, MicroOptions, Optimizer, ParamOptions,
-    StateOptions, StepResult, Window,
+    BatchNormOptions, CommunicatorOptions, Config, MicroOptions, Optimizer, ParamOptions, StateOptions, StepResult,
 )  # fmt: skip
 from .params import FlatEntry, Group, Param, describe_param
 from .tensor import TensorLike, Where
@@ -34,7 +34,7 @@ def _step_result(values: tuple[Any, ...]) -> StepResult:
     return StepResult._make(values)
 
 
-class Context:
+class Context(ContextMembers):
     """Adds up the gradients of micro-batches and makes optimizer steps on parameters in place.
 
     Tensors of numpy, torch and so on are used in place. The context keeps those of parameters until they
@@ -209,13 +209,6 @@ class Context:
             id: int = _raw.ga_param_find(c, name)
             return self._params[id]
 
-    @property
-    def slot_count(self) -> int:
-        """How many gradients accumulate() takes: one for each parameter and flat block that was added."""
-        with self._guard as c:
-            slots: int = _raw.ga_slot_count(c)
-            return slots
-
     # ---- Accumulate and step
 
     def accumulate(
@@ -272,24 +265,11 @@ class Context:
             _native.ga_step_result_get(c, window, int(wait), self._result)
             return _step_result(_native.values_of(self._result))
 
-    @property
-    def window(self) -> Window:
-        """The state of the window."""
-        with self._guard as c:
-            struct = _raw.ga_window_info()
-            _raw.ga_window(c, struct)
-            return Window._read(struct)
-
     def discard(self) -> None:
         """Drops the window, an open micro-batch included."""
         with self._guard as c:
             _raw.ga_discard(c)
             self._kept.release(c)
-
-    def set_accum_steps(self, accum_steps: int) -> None:
-        """Sets K of the windows to come; 0: any number of micro-batches."""
-        with self._guard as c:
-            _raw.ga_context_set_accum_steps(c, accum_steps)
 
     def set_accum_schedule(self, schedule: Sequence[tuple[int, int]]) -> None:
         """Sets K by applied steps: pairs of the first step and K. An empty sequence removes it."""
@@ -299,30 +279,7 @@ class Context:
                 c, [pair[0] for pair in pairs], [pair[1] for pair in pairs], len(pairs)
             )
 
-    def set_steps(self, steps: int) -> None:
-        """Sets the number of applied steps, for a run that goes on from elsewhere."""
-        with self._guard as c:
-            _raw.ga_context_set_steps(c, steps)
-
     # ---- Clipping, loss scale, EMA
-
-    def set_clip(self, clip: Clip | None) -> None:
-        """Clips the gradients of all groups without a clip of their own; None: clips no more."""
-        with self._guard as c:
-            _raw.ga_context_set_clip(c, None if clip is None else clip._write())
-
-    @property
-    def clip(self) -> Clip:
-        """The clip that was set or loaded; the defaults without one."""
-        with self._guard as c:
-            struct = _raw.ga_clip()
-            _raw.ga_context_clip(c, struct)
-            return Clip._read(struct)
-
-    def set_loss_scaler(self, scaler: LossScaler | None) -> None:
-        """Gives the context a dynamic loss scale; None removes it."""
-        with self._guard as c:
-            _raw.ga_context_set_loss_scaler(c, None if scaler is None else scaler._write())
 
     @property
     def loss_scale(self) -> float:
@@ -337,11 +294,6 @@ class Context:
         with self._guard as c:
             address: int = _raw.loss_scale_address(c)
             return address
-
-    def set_ema(self, ema: Ema | None) -> None:
-        """Keeps a moving average of every parameter; None: keeps none."""
-        with self._guard as c:
-            _raw.ga_context_set_ema(c, None if ema is None else ema._write())
 
     def set_communicator(
         self, communicator: Communicator | None, options: CommunicatorOptions | None = None
@@ -365,14 +317,6 @@ class Context:
                 _raw.ga_context_set_comm(c, comm, struct)
             finally:
                 communicator._exit()
-
-    def swap_ema(self, on: bool) -> None:
-        """Exchanges parameters and their moving averages, or takes that back.
-
-        With ``CommShard.OPTIMIZER``, on every rank.
-        """
-        with self._guard as c:
-            _raw.ga_ema_swap(c, int(on))
 
     @contextlib.contextmanager
     def ema_swapped(self) -> Iterator[None]:
@@ -471,24 +415,6 @@ class Context:
             return data
 
     # ---- Memory and devices
-
-    def prepare(self) -> None:
-        """Allocates the library's arrays, which the first contribution would do otherwise."""
-        with self._guard as c:
-            _raw.ga_prepare(c)
-
-    @property
-    def memory(self) -> Memory:
-        """Bytes that the library owns for the context."""
-        with self._guard as c:
-            struct = _raw.ga_memory()
-            _raw.ga_context_memory(c, struct)
-            return Memory._read(struct)
-
-    def synchronize(self) -> None:
-        """Waits until all work of the context is done."""
-        with self._guard as c:
-            _raw.ga_synchronize(c)
 
     def set_stream(self, stream: int) -> None:
         """Gives the context another stream in place of ``Config.stream``: later work is queued there.

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import _raw
+from ._members import GroupMembers, ParamMembers
 from .enums import Device, Dtype
-from .options import Clip, Optimizer, ParamInfo, ParamOptions, Schedule, StateInfo
+from .options import ParamInfo, ParamOptions, StateInfo
 from .tensor import CODES_OR_NUMBERS, HOST, Tensor, TensorLike, new_tensor
 
 if TYPE_CHECKING:
@@ -32,83 +33,13 @@ class FlatEntry:
     """Its options; None: the defaults."""
 
 
-class Group:
+class Group(GroupMembers):
     """Parameters that share an optimizer. Made by Context.add_group()."""
 
-    __slots__ = ("context", "id")
-
-    def __init__(self, context: Context, id: int) -> None:
-        self.context = context
-        self.id = id
+    __slots__ = ()
 
     def __repr__(self) -> str:
         return f"<gradaccum.Group {self.id}>"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Group) and other.context is self.context and other.id == self.id
-
-    def __hash__(self) -> int:
-        return hash((id(self.context), self.id))
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer, with the learning rate and the weight decay that were set last."""
-        with self.context._guard as c:
-            struct = _raw.ga_optimizer(0, 0)
-            _raw.ga_group_optimizer(c, self.id, struct)
-            return Optimizer._read(struct)
-
-    @optimizer.setter
-    def optimizer(self, optimizer: Optimizer) -> None:
-        with self.context._guard as c:
-            _raw.ga_group_set_optimizer(c, self.id, optimizer._write())
-
-    @property
-    def lr(self) -> float:
-        """The learning rate of the next applied step. What is set is its peak under a schedule."""
-        with self.context._guard as c:
-            lr: float = _raw.ga_group_lr(c, self.id)
-            return lr
-
-    @lr.setter
-    def lr(self, lr: float) -> None:
-        with self.context._guard as c:
-            _raw.ga_group_set_lr(c, self.id, lr)
-
-    @property
-    def last_lr(self) -> float:
-        """The learning rate of the last applied step; 0 before the first."""
-        with self.context._guard as c:
-            lr: float = _raw.ga_group_last_lr(c, self.id)
-            return lr
-
-    def set_weight_decay(self, weight_decay: float) -> None:
-        """Sets the weight decay."""
-        with self.context._guard as c:
-            _raw.ga_group_set_weight_decay(c, self.id, weight_decay)
-
-    def set_frozen(self, frozen: bool) -> None:
-        """Freezes or unfreezes each parameter that the group has now."""
-        with self.context._guard as c:
-            _raw.ga_group_set_frozen(c, self.id, int(frozen))
-
-    def set_schedule(self, schedule: Schedule | None) -> None:
-        """Sets the schedule of the learning rate; None removes it."""
-        with self.context._guard as c:
-            _raw.ga_group_set_schedule(c, self.id, None if schedule is None else schedule._write())
-
-    def set_clip(self, clip: Clip | None) -> None:
-        """Gives the group a clip of its own; None: the context's again."""
-        with self.context._guard as c:
-            _raw.ga_group_set_clip(c, self.id, None if clip is None else clip._write())
-
-    @property
-    def clip(self) -> Clip:
-        """What the group is clipped by: a clip of its own, or the context's."""
-        with self.context._guard as c:
-            struct = _raw.ga_clip()
-            _raw.ga_group_clip(c, self.id, struct)
-            return Clip._read(struct)
 
 
 def describe_param(c: int, id: int) -> ParamInfo:
@@ -119,17 +50,13 @@ def describe_param(c: int, id: int) -> ParamInfo:
     return ParamInfo._read(struct, shape=shape)
 
 
-class Param:
+class Param(ParamMembers):
     """A parameter. Made by Context.add_param()."""
 
-    __slots__ = (
-        "_gradient", "_offset", "context", "count", "dtype", "gradient_dtype", "id", "is_removed", "name",
-        "shape",
-    )  # fmt: skip
+    __slots__ = ("_gradient", "_offset", "count", "dtype", "gradient_dtype", "is_removed", "name", "shape")
 
     def __init__(self, context: Context, id: int, info: ParamInfo) -> None:
-        self.context = context
-        self.id = id
+        super().__init__(context, id)
         self.name = info.name
         self.shape = info.shape
         self.dtype = info.dtype
@@ -153,13 +80,6 @@ class Param:
         with self.context._guard as c:
             return describe_param(c, self.id)
 
-    @property
-    def slot(self) -> int:
-        """Which gradient of accumulate() is the parameter's; those of a flat block share one."""
-        with self.context._guard as c:
-            slot: int = _raw.ga_param_slot(c, self.id)
-            return slot
-
     def bind(self, data: TensorLike) -> None:
         """Tells that the parameter has moved: data holds its values now. Between windows."""
         context = self.context
@@ -169,29 +89,6 @@ class Param:
             )
             _raw.ga_param_bind(c, self.id, loan)
             context._lent()[self.id] = loan
-
-    def changed(self) -> None:
-        """Tells that the program has written the parameter: its master weights are taken anew.
-
-        Needless without master weights, and with ``ParamOptions(follow_data=True)``.
-        """
-        with self.context._guard as c:
-            _raw.ga_param_changed(c, self.id)
-
-    def set_frozen(self, frozen: bool) -> None:
-        """Freezes the parameter, or unfreezes it. Between windows."""
-        with self.context._guard as c:
-            _raw.ga_param_set_frozen(c, self.id, int(frozen))
-
-    def set_lr_scale(self, lr_scale: float) -> None:
-        """Multiplies the group's learning rate for this parameter."""
-        with self.context._guard as c:
-            _raw.ga_param_set_lr_scale(c, self.id, lr_scale)
-
-    def set_weight_decay_scale(self, weight_decay_scale: float) -> None:
-        """Multiplies the group's weight decay for this parameter."""
-        with self.context._guard as c:
-            _raw.ga_param_set_weight_decay_scale(c, self.id, weight_decay_scale)
 
     def set_part(self, whole_shape: Sequence[int], first: Sequence[int], copies: int = 1) -> None:
         """Tells where the parameter lies in one that ranks have in parts, with ``CommShard.PARAMETERS``.
@@ -317,8 +214,3 @@ class Param:
             info, shape = self._state(c, name)
             loan, dtype = self._borrow_state(data, info, shape)
             _raw.ga_state_set(c, self.id, name, loan, dtype, info.count)
-
-    def reset_state(self) -> None:
-        """Puts all state of the parameter back to the beginning. Between windows."""
-        with self.context._guard as c:
-            _raw.ga_state_reset(c, self.id)

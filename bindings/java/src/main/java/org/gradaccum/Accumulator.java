@@ -176,13 +176,10 @@ public final class Accumulator {
 
   /** Makes what was written a part of the micro-batch. */
   public void release() {
-    long c = context.enter();
-    try {
+    context.run(c -> {
       checkAlive();
       Raw.ga_accumulator_release(c, param.id());
       released = true;
-    } finally {
-      context.exit();
-    }
+    });
   }
 }

@@ -12,7 +12,7 @@ import java.nio.Buffer;
  * <p>Tensors x, y and their gradients are [samples, channels, positions] or [samples, positions,
  * channels], of the dtype of the layer. Buffers are read and written in place within the call.
  */
-public final class BatchNorm {
+public final class BatchNorm extends BatchNormMembers {
   /** What a spread is. */
   public enum Spread implements Numbered {
     /** The mean squared deviation from the mean. */
@@ -32,9 +32,6 @@ public final class BatchNorm {
     }
   }
 
-  private final Context context;
-  private final int id;
-
   // What never changes, as the library describes it.
   private final String name;
   private final long channels;
@@ -42,8 +39,7 @@ public final class BatchNorm {
 
   // Within a call of the context c.
   BatchNorm(Context context, long c, int id) {
-    this.context = context;
-    this.id = id;
+    super(context, id);
     BatchNormInfo info = describe(c);
     name = info.name();
     channels = info.channels();
@@ -57,52 +53,19 @@ public final class BatchNorm {
     }
   }
 
-  Context context() {
-    return context;
-  }
-
-  /**
-   * The number of the layer: 0, 1, 2, ... in the order they were added.
-   *
-   * @return the number
-   */
-  public int id() {
-    return id;
-  }
-
   /**
    * What the library knows of the layer.
    *
    * @return its name, channels, options and so on, as they are now
    */
   public BatchNormInfo info() {
-    long c = context.enter();
-    try {
-      return describe(c);
-    } finally {
-      context.exit();
-    }
+    return context.call(c -> describe(c));
   }
 
   long address(Tensor tensor, long samples, long positions, boolean written, String role) {
     Check.notNull(tensor, role);
     long count = Tensor.elements(role, this, samples, channels, positions);
     return tensor.address(dtype, count, written, role, this);
-  }
-
-  /**
-   * Freezes or unfreezes the layer: a frozen one normalises by its running statistics, which do not
-   * move. Between windows.
-   *
-   * @param frozen true to freeze
-   */
-  public void setFrozen(boolean frozen) {
-    long c = context.enter();
-    try {
-      Raw.ga_bn_set_frozen(c, id, frozen ? 1 : 0);
-    } finally {
-      context.exit();
-    }
   }
 
   /**
@@ -124,13 +87,9 @@ public final class BatchNorm {
    * @param positions positions in x
    */
   public void accumulate(Tensor x, long samples, long positions) {
-    long c = context.enter();
-    try {
+    context.run(c -> {
       Raw.ga_bn_accumulate(c, id, address(x, samples, positions, false, "x"), samples, positions);
-    } finally {
-      context.exit();
-      Reference.reachabilityFence(x);
-    }
+    }, x);
   }
 
   /**
@@ -157,8 +116,7 @@ public final class BatchNorm {
     Check.notNull(mean, "mean");
     Check.notNull(spread, "spread");
     Check.notNull(kind, "kind");
-    long c = context.enter();
-    try {
+    context.run(c -> {
       Dtype of = mean.dtype("mean");
       Raw.ga_bn_accumulate_stats(
           c,
@@ -168,40 +126,7 @@ public final class BatchNorm {
           spread.address(of, channels, false, "spread", this),
           kind.value(),
           of.value());
-    } finally {
-      context.exit();
-      Reference.reachabilityFence(mean);
-      Reference.reachabilityFence(spread);
-    }
-  }
-
-  /**
-   * Ends the first pass of a layer with {@link BatchNormOptions.Mode#WINDOW}. With a communicator
-   * every rank makes the call, also one without data, and the layer normalises by the statistics of
-   * all ranks.
-   */
-  public void finalizeStats() {
-    long c = context.enter();
-    try {
-      Raw.ga_bn_finalize(c, id);
-    } finally {
-      context.exit();
-    }
-  }
-
-  /**
-   * Ends the pass of {@link MicroBatch#backwardAccumulate} of a layer with {@link
-   * BatchNormOptions.Mode#WINDOW}. With a communicator the call is required before {@link
-   * MicroBatch#backward}, on every rank, and adds up what dx needs of all ranks; alone it may be
-   * left out.
-   */
-  public void backwardFinalize() {
-    long c = context.enter();
-    try {
-      Raw.ga_bn_backward_finalize(c, id);
-    } finally {
-      context.exit();
-    }
+    }, mean, spread);
   }
 
   /**
@@ -225,8 +150,7 @@ public final class BatchNorm {
    * @param y the output; may be x
    */
   public void forward(Tensor x, long samples, long positions, Tensor y) {
-    long c = context.enter();
-    try {
+    context.run(c -> {
       Raw.ga_bn_forward(
           c,
           id,
@@ -234,11 +158,7 @@ public final class BatchNorm {
           samples,
           positions,
           address(y, samples, positions, true, "y"));
-    } finally {
-      context.exit();
-      Reference.reachabilityFence(x);
-      Reference.reachabilityFence(y);
-    }
+    }, x, y);
   }
 
   /**
@@ -262,8 +182,7 @@ public final class BatchNorm {
    * @param y the output; may be x
    */
   public void infer(Tensor x, long samples, long positions, Tensor y) {
-    long c = context.enter();
-    try {
+    context.run(c -> {
       Raw.ga_bn_infer(
           c,
           id,
@@ -271,11 +190,7 @@ public final class BatchNorm {
           samples,
           positions,
           address(y, samples, positions, true, "y"));
-    } finally {
-      context.exit();
-      Reference.reachabilityFence(x);
-      Reference.reachabilityFence(y);
-    }
+    }, x, y);
   }
 
   /**
@@ -321,8 +236,7 @@ public final class BatchNorm {
   public void setRunning(Tensor mean, Tensor variance, long steps) {
     Check.notNull(mean, "mean");
     Check.notNull(variance, "variance");
-    long c = context.enter();
-    try {
+    context.run(c -> {
       Dtype of = mean.dtype("mean");
       Raw.ga_bn_running_set(
           c,
@@ -331,11 +245,7 @@ public final class BatchNorm {
           variance.address(of, channels, false, "variance", this),
           of.value(),
           steps);
-    } finally {
-      context.exit();
-      Reference.reachabilityFence(mean);
-      Reference.reachabilityFence(variance);
-    }
+    }, mean, variance);
   }
 
   /**
@@ -368,8 +278,7 @@ public final class BatchNorm {
   private long query(Query query, Tensor mean, Tensor variance) {
     Check.notNull(mean, "mean");
     Check.notNull(variance, "variance");
-    long c = context.enter();
-    try {
+    return context.call(c -> {
       Dtype of = mean.dtype("mean");
       long[] number = new long[1];
       query.call(
@@ -380,11 +289,7 @@ public final class BatchNorm {
           of.value(),
           number);
       return number[0];
-    } finally {
-      context.exit();
-      Reference.reachabilityFence(mean);
-      Reference.reachabilityFence(variance);
-    }
+    }, mean, variance);
   }
 
   /** Whether both are the same layer of the same context. */

@@ -71,31 +71,14 @@ public final class Context extends ContextWindow {
    */
   public Group addGroup(Optimizer optimizer) {
     Check.notNull(optimizer, "optimizer");
-    long c = enter();
-    try (ga_optimizer fields = new ga_optimizer(0, 0)) {
-      optimizer.write(fields);
-      int[] id = new int[1];
-      Raw.ga_group_add(c, fields, id);
-      return new Group(this, id[0]);
-    } finally {
-      exit();
-    }
-  }
-
-  /**
-   * The number of groups.
-   *
-   * @return their number
-   */
-  public int groupCount() {
-    long c = enter();
-    try {
-      int[] count = new int[1];
-      Raw.ga_group_count(c, count);
-      return count[0];
-    } finally {
-      exit();
-    }
+    return call(c -> {
+      try (ga_optimizer fields = new ga_optimizer(0, 0)) {
+        optimizer.write(fields);
+        int[] id = new int[1];
+        Raw.ga_group_add(c, fields, id);
+        return new Group(this, id[0]);
+      }
+    });
   }
 
   // ---- Parameters
@@ -132,25 +115,23 @@ public final class Context extends ContextWindow {
     Check.notNull(name, "name");
     Check.notNull(data, "data");
     Check.notNull(shape, "shape");
-    long c = enter();
-    try (ga_param_options fields = options == null ? null : new ga_param_options()) {
-      if (options != null) {
-        options.write(fields);
+    return call(c -> {
+      try (ga_param_options fields = options == null ? null : new ga_param_options()) {
+        if (options != null) {
+          options.write(fields);
+        }
+        String role = "data of parameter \"" + name + "\"";
+        Dtype dtype = data.dtype(role);
+        long address =
+            data.address(dtype, Tensor.elements(role, null, shape), true, role, null);
+        int[] id = new int[1];
+        Raw.ga_param_add(c, group.id(), name, address, dtype.value(), shape, fields, id);
+        Param param = new Param(this, c, id[0], data.buffer());
+        params.add(param);
+        slots.add(new Slot(List.of(param), false));
+        return param;
       }
-      String role = "data of parameter \"" + name + "\"";
-      Dtype dtype = data.dtype(role);
-      long address =
-          data.address(dtype, Tensor.elements(role, null, shape), true, role, null);
-      int[] id = new int[1];
-      Raw.ga_param_add(c, group.id(), name, address, dtype.value(), shape, fields, id);
-      Param param = new Param(this, c, id[0], data.buffer());
-      params.add(param);
-      slots.add(new Slot(List.of(param), false));
-      return param;
-    } finally {
-      exit();
-      Reference.reachabilityFence(data);
-    }
+    }, data);
   }
 
   /**
@@ -241,22 +222,6 @@ public final class Context extends ContextWindow {
   }
 
   /**
-   * The number of parameters, removed ones included.
-   *
-   * @return their number
-   */
-  public int paramCount() {
-    long c = enter();
-    try {
-      int[] count = new int[1];
-      Raw.ga_param_count(c, count);
-      return count[0];
-    } finally {
-      exit();
-    }
-  }
-
-  /**
    * The parameter of a name.
    *
    * @param name the name
@@ -265,101 +230,14 @@ public final class Context extends ContextWindow {
    */
   public Param findParam(String name) {
     Check.notNull(name, "name");
-    long c = enter();
-    try {
+    return call(c -> {
       int[] id = new int[1];
       Raw.ga_param_find(c, name, id);
       return params.get(id[0]);
-    } finally {
-      exit();
-    }
-  }
-
-  /**
-   * How many gradients {@link #accumulate} takes: one for each parameter and each flat block that
-   * was added, also of parameters that were removed.
-   *
-   * @return their number
-   */
-  public long slotCount() {
-    long c = enter();
-    try {
-      long[] count = new long[1];
-      Raw.ga_slot_count(c, count);
-      return count[0];
-    } finally {
-      exit();
-    }
+    });
   }
 
   // ---- Clipping, loss scale, EMA
-
-  /**
-   * Clips the gradients of all groups without a clip of their own.
-   *
-   * @param clip the clip
-   */
-  public void setClip(Clip clip) {
-    Check.notNull(clip, "clip");
-    long c = enter();
-    try (ga_clip fields = new ga_clip()) {
-      clip.write(fields);
-      Raw.ga_context_set_clip(c, fields);
-    } finally {
-      exit();
-    }
-  }
-
-  /** Clips no more, but groups with a clip of their own. */
-  public void clearClip() {
-    long c = enter();
-    try {
-      Raw.ga_context_set_clip(c, null);
-    } finally {
-      exit();
-    }
-  }
-
-  /**
-   * The clip of the context, as it was set or loaded.
-   *
-   * @return the clip; the defaults if there is none
-   */
-  public Clip clip() {
-    long c = enter();
-    try (ga_clip fields = new ga_clip()) {
-      Raw.ga_context_clip(c, fields);
-      return Clip.read(fields).build();
-    } finally {
-      exit();
-    }
-  }
-
-  /**
-   * Gives the context a dynamic loss scale, in place of {@link Config#lossScale}. Between windows.
-   *
-   * @param scaler how the scale moves
-   */
-  public void setLossScaler(LossScaler scaler) {
-    Check.notNull(scaler, "scaler");
-    long c = enter();
-    try (ga_loss_scaler fields = new ga_loss_scaler()) {
-      scaler.write(fields);
-      Raw.ga_context_set_loss_scaler(c, fields);
-    } finally {
-      exit();
-    }
-  }
-
-  /** Removes the dynamic loss scale. Between windows. */
-  public void clearLossScaler() {
-    long c = enter();
-    try {
-      Raw.ga_context_set_loss_scaler(c, null);
-    } finally {
-      exit();
-    }
-  }
 
   /**
    * The factor that the program multiplies its loss by until the next step.
@@ -367,14 +245,11 @@ public final class Context extends ContextWindow {
    * @return the factor
    */
   public double lossScale() {
-    long c = enter();
-    try {
+    return call(c -> {
       double[] scale = new double[1];
       Raw.ga_loss_scale(c, scale, null);
       return scale[0];
-    } finally {
-      exit();
-    }
+    });
   }
 
   /**
@@ -384,30 +259,11 @@ public final class Context extends ContextWindow {
    * @throws GradAccumException {@link Status#INVALID_ARGUMENT}: the context is on the CPU
    */
   public long deviceLossScale() {
-    long c = enter();
-    try {
+    return call(c -> {
       long[] address = new long[1];
       Raw.ga_loss_scale(c, null, address);
       return address[0];
-    } finally {
-      exit();
-    }
-  }
-
-  /**
-   * Keeps a moving average of every parameter. Legal until the first contribution of all.
-   *
-   * @param ema the average
-   */
-  public void setEma(Ema ema) {
-    Check.notNull(ema, "ema");
-    long c = enter();
-    try (ga_ema fields = new ga_ema()) {
-      ema.write(fields);
-      Raw.ga_context_set_ema(c, fields);
-    } finally {
-      exit();
-    }
+    });
   }
 
   /**
@@ -439,31 +295,6 @@ public final class Context extends ContextWindow {
       } finally {
         communicator.exit();
       }
-    } finally {
-      exit();
-    }
-  }
-
-  /** Keeps no moving averages. Legal until the first contribution of all. */
-  public void clearEma() {
-    long c = enter();
-    try {
-      Raw.ga_context_set_ema(c, null);
-    } finally {
-      exit();
-    }
-  }
-
-  /**
-   * Exchanges parameters and their moving averages, to evaluate with the averages, or takes that
-   * back. Between windows; with {@link CommunicatorOptions.Shard#OPTIMIZER}, on every rank.
-   *
-   * @param on true to exchange, false to take it back
-   */
-  public void swapEma(boolean on) {
-    long c = enter();
-    try {
-      Raw.ga_ema_swap(c, on ? 1 : 0);
     } finally {
       exit();
     }
@@ -515,38 +346,21 @@ public final class Context extends ContextWindow {
         checkOwn(param);
       }
     }
-    long c = enter();
-    try (ga_bn_options fields = new ga_bn_options(Flavor.TORCH.value())) {
-      options.write(fields);
-      int[] id = new int[1];
-      Raw.ga_bn_add(
-          c,
-          name,
-          channels,
-          gamma == null ? -1 : gamma.id(),
-          beta == null ? -1 : beta.id(),
-          fields,
-          id);
-      return new BatchNorm(this, c, id[0]);
-    } finally {
-      exit();
-    }
-  }
-
-  /**
-   * The number of layers of batch normalisation.
-   *
-   * @return their number
-   */
-  public int batchNormCount() {
-    long c = enter();
-    try {
-      int[] count = new int[1];
-      Raw.ga_bn_count(c, count);
-      return count[0];
-    } finally {
-      exit();
-    }
+    return call(c -> {
+      try (ga_bn_options fields = new ga_bn_options(Flavor.TORCH.value())) {
+        options.write(fields);
+        int[] id = new int[1];
+        Raw.ga_bn_add(
+            c,
+            name,
+            channels,
+            gamma == null ? -1 : gamma.id(),
+            beta == null ? -1 : beta.id(),
+            fields,
+            id);
+        return new BatchNorm(this, c, id[0]);
+      }
+    });
   }
 
   /**
@@ -558,72 +372,12 @@ public final class Context extends ContextWindow {
    */
   public BatchNorm findBatchNorm(String name) {
     Check.notNull(name, "name");
-    long c = enter();
-    try {
+    return call(c -> {
       int[] id = new int[1];
       Raw.ga_bn_find(c, name, id);
       return new BatchNorm(this, c, id[0]);
-    } finally {
-      exit();
-    }
+    });
   }
 
   // ---- Memory and devices
-
-  /** Allocates the library's arrays, which the first contribution would do otherwise. */
-  public void prepare() {
-    long c = enter();
-    try {
-      Raw.ga_prepare(c);
-    } finally {
-      exit();
-    }
-  }
-
-  /**
-   * Bytes that the library owns for the context.
-   *
-   * @return bytes by purpose
-   */
-  public MemoryUse memory() {
-    long c = enter();
-    try (ga_memory fields = new ga_memory()) {
-      Raw.ga_context_memory(c, fields);
-      return MemoryUse.read(fields);
-    } finally {
-      exit();
-    }
-  }
-
-  /**
-   * Gives the context another stream in place of that of its {@link Config}: later work is queued there, behind all
-   * that was queued before. Waits for nothing; also legal within a window.
-   *
-   * @param stream the address that the program's {@code cudaStream_t} is, of the device and driver context of the
-   *     stream before it; 0: the legacy default stream
-   * @throws GradAccumException {@link Status#INVALID_STATE}: one of the two streams is being captured, and the other
-   *     is no part of that capture; {@link Status#UNSUPPORTED}: the context is on the CPU
-   */
-  public void setStream(long stream) {
-    long c = enter();
-    try {
-      Raw.ga_context_set_stream(c, stream);
-    } finally {
-      exit();
-    }
-  }
-
-  /**
-   * Waits until all work of the context is done.
-   *
-   * @throws GradAccumException {@link Status#FAULT}: some of it failed on the device
-   */
-  public void synchronize() {
-    long c = enter();
-    try {
-      Raw.ga_synchronize(c);
-    } finally {
-      exit();
-    }
-  }
 }

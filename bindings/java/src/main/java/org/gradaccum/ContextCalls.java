@@ -3,6 +3,8 @@ package org.gradaccum;
 
 import java.lang.ref.Cleaner;
 import java.lang.ref.Reference;
+import java.util.function.LongConsumer;
+import java.util.function.LongFunction;
 
 /** A context of C, and who may be in it. The rest of {@link Context} is in its subclasses. */
 abstract class ContextCalls implements AutoCloseable {
@@ -61,6 +63,25 @@ abstract class ContextCalls implements AutoCloseable {
     }
   }
 
+  /** Makes a call that returns something. What it uses stays reachable until it has returned. */
+  <T> T call(LongFunction<T> body, Object... used) {
+    long c = enter();
+    try {
+      return body.apply(c);
+    } finally {
+      exit();
+      Reference.reachabilityFence(used);
+    }
+  }
+
+  /** Makes a call that returns nothing. */
+  void run(LongConsumer body, Object... used) {
+    call(c -> {
+      body.accept(c);
+      return null;
+    }, used);
+  }
+
   /**
    * Frees what the library owns for the context, and lets go of its buffers. Waits for a call of
    * another thread. A second call does nothing.
@@ -91,21 +112,9 @@ abstract class ContextCalls implements AutoCloseable {
     }
   }
 
-  void checkOwn(Group group) {
-    checkOwn(group.context(), group);
-  }
-
-  void checkOwn(Param param) {
-    checkOwn(param.context(), param);
-  }
-
-  void checkOwn(BatchNorm layer) {
-    checkOwn(layer.context(), layer);
-  }
-
-  private void checkOwn(ContextCalls other, Object what) {
-    if (other != this) {
-      throw new IllegalArgumentException(what + " belongs to another context");
+  void checkOwn(ContextObject object) {
+    if (object.context != this) {
+      throw new IllegalArgumentException(object + " belongs to another context");
     }
   }
 

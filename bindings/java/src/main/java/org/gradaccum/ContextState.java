@@ -10,7 +10,7 @@ import java.nio.channels.WritableByteChannel;
 import java.nio.file.Path;
 
 /** The state of a run on disk and in memory. */
-abstract class ContextState extends ContextCalls {
+abstract class ContextState extends ContextMembers {
   ContextState(Config config) {
     super(config);
   }
@@ -34,12 +34,11 @@ abstract class ContextState extends ContextCalls {
   public void save(Path path, StateOptions options) {
     Check.notNull(path, "path");
     Check.notNull(options, "options");
-    long c = enter();
-    try (State state = new State(options)) {
-      state.call(fields -> Raw.ga_save(c, path.toString(), fields));
-    } finally {
-      exit();
-    }
+    run(c -> {
+      try (State state = new State(options)) {
+        state.call(fields -> Raw.ga_save(c, path.toString(), fields));
+      }
+    });
   }
 
   /**
@@ -62,13 +61,12 @@ abstract class ContextState extends ContextCalls {
   public void load(Path path, StateOptions options) {
     Check.notNull(path, "path");
     Check.notNull(options, "options");
-    long c = enter();
-    try (State state = new State(options)) {
-      state.call(fields -> Raw.ga_load(c, path.toString(), fields));
-      move();
-    } finally {
-      exit();
-    }
+    run(c -> {
+      try (State state = new State(options)) {
+        state.call(fields -> Raw.ga_load(c, path.toString(), fields));
+        move();
+      }
+    });
   }
 
   /**
@@ -79,21 +77,20 @@ abstract class ContextState extends ContextCalls {
    */
   public ByteBuffer saveToBuffer(StateOptions options) {
     Check.notNull(options, "options");
-    long c = enter();
-    try (State state = new State(options)) {
-      long[] size = new long[1];
-      state.call(fields -> Raw.ga_save_to_memory(c, fields, 0, 0, size));
-      if (size[0] > Integer.MAX_VALUE) {
-        throw new IllegalStateException(
-            "the state takes " + size[0] + " bytes, more than a buffer; save it to a channel");
+    return call(c -> {
+      try (State state = new State(options)) {
+        long[] size = new long[1];
+        state.call(fields -> Raw.ga_save_to_memory(c, fields, 0, 0, size));
+        if (size[0] > Integer.MAX_VALUE) {
+          throw new IllegalStateException(
+              "the state takes " + size[0] + " bytes, more than a buffer; save it to a channel");
+        }
+        ByteBuffer bytes = ByteBuffer.allocateDirect((int) size[0]);
+        long address = Raw.buffer_address(bytes);
+        state.call(fields -> Raw.ga_save_to_memory(c, fields, address, bytes.capacity(), size));
+        return bytes;
       }
-      ByteBuffer bytes = ByteBuffer.allocateDirect((int) size[0]);
-      long address = Raw.buffer_address(bytes);
-      state.call(fields -> Raw.ga_save_to_memory(c, fields, address, bytes.capacity(), size));
-      return bytes;
-    } finally {
-      exit();
-    }
+    });
   }
 
   /**
@@ -109,15 +106,13 @@ abstract class ContextState extends ContextCalls {
       throw Tensor.refuse(
           "bytes", null, "the ByteBuffer is on the heap of Java, expected a direct buffer");
     }
-    long c = enter();
-    try (State state = new State(options)) {
-      long address = Raw.buffer_address(bytes) + bytes.position();
-      state.call(fields -> Raw.ga_load_from_memory(c, address, bytes.remaining(), fields));
-      move();
-    } finally {
-      exit();
-      Reference.reachabilityFence(bytes);
-    }
+    run(c -> {
+      try (State state = new State(options)) {
+        long address = Raw.buffer_address(bytes) + bytes.position();
+        state.call(fields -> Raw.ga_load_from_memory(c, address, bytes.remaining(), fields));
+        move();
+      }
+    }, bytes);
   }
 
   /**
@@ -206,22 +201,21 @@ abstract class ContextState extends ContextCalls {
     Check.notNull(options, "options");
     long start = channel.position();
     long size = channel.size() - start;
-    long c = enter();
-    try (State state = new State(options)) {
-      state.transfer(
-          (offset, bytes) -> {
-            channel.position(start + offset);
-            while (bytes.hasRemaining()) {
-              if (channel.read(bytes) < 0) {
-                throw new IOException(
-                    "the channel ended after " + (channel.size() - start) + " bytes");
+    run(c -> {
+      try (State state = new State(options)) {
+        state.transfer(
+            (offset, bytes) -> {
+              channel.position(start + offset);
+              while (bytes.hasRemaining()) {
+                if (channel.read(bytes) < 0) {
+                  throw new IOException(
+                      "the channel ended after " + (channel.size() - start) + " bytes");
+                }
               }
-            }
-          },
-          (fields, relay) -> Raw.ga_state_read(c, Raw.read_function(), relay, size, fields));
-      move();
-    } finally {
-      exit();
-    }
+            },
+            (fields, relay) -> Raw.ga_state_read(c, Raw.read_function(), relay, size, fields));
+        move();
+      }
+    });
   }
 }

@@ -250,8 +250,7 @@ abstract class ContextWindow extends ContextState {
    */
   public void ready(List<Param> params) {
     Check.notNull(params, "params");
-    long c = enter();
-    try {
+    run(c -> {
       long[] ids = new long[params.size()];
       for (int i = 0; i < ids.length; ++i) {
         Param param = Check.notNull(params.get(i), "params", i);
@@ -259,9 +258,7 @@ abstract class ContextWindow extends ContextState {
         ids[i] = param.id();
       }
       Raw.ga_params_ready(c, ids);
-    } finally {
-      exit();
-    }
+    });
   }
 
   /**
@@ -293,28 +290,10 @@ abstract class ContextWindow extends ContextState {
    * @return the result
    */
   public StepResult stepResult(long window, boolean wait) {
-    long c = enter();
-    try {
+    return call(c -> {
       Raw.ga_step_result_get(c, window, wait ? 1 : 0, handle.result);
       return StepResult.read(handle.result);
-    } finally {
-      exit();
-    }
-  }
-
-  /**
-   * The state of the window.
-   *
-   * @return its micro-batches, weight and so on
-   */
-  public Window window() {
-    long c = enter();
-    try (ga_window_info fields = new ga_window_info()) {
-      Raw.ga_window(c, fields);
-      return Window.read(fields);
-    } finally {
-      exit();
-    }
+    });
   }
 
   /** Drops the window, an open micro-batch included. */
@@ -324,20 +303,6 @@ abstract class ContextWindow extends ContextState {
       Raw.ga_discard(c);
       kept().release(c);
       move();
-    } finally {
-      exit();
-    }
-  }
-
-  /**
-   * Sets K of the windows to come. Between windows, and only without a schedule of K.
-   *
-   * @param accumSteps micro-batches of a full window; 0: any number
-   */
-  public void setAccumSteps(long accumSteps) {
-    long c = enter();
-    try {
-      Raw.ga_context_set_accum_steps(c, accumSteps);
     } finally {
       exit();
     }
@@ -361,25 +326,6 @@ abstract class ContextWindow extends ContextState {
               + accumSteps.length
               + " accumSteps, expected as many");
     }
-    long c = enter();
-    try {
-      Raw.ga_context_set_accum_schedule(c, fromSteps, accumSteps, fromSteps.length);
-    } finally {
-      exit();
-    }
-  }
-
-  /**
-   * Sets the number of applied steps, for a run that goes on from elsewhere. Between windows.
-   *
-   * @param steps &gt;= 0
-   */
-  public void setSteps(long steps) {
-    long c = enter();
-    try {
-      Raw.ga_context_set_steps(c, steps);
-    } finally {
-      exit();
-    }
+    run(c -> Raw.ga_context_set_accum_schedule(c, fromSteps, accumSteps, fromSteps.length));
   }
 }

@@ -7,10 +7,7 @@ import java.util.ArrayList;
 import java.util.List;
 
 /** A parameter. Made by {@link Context#addParam} and {@link Context#addFlat}. */
-public final class Param {
-  private final Context context;
-  private final int id;
-
+public final class Param extends ParamMembers {
   // What never changes, as the library describes it.
   private final ParamInfo info;
 
@@ -18,8 +15,7 @@ public final class Param {
 
   // Within a call of the context c.
   Param(Context context, long c, int id, Buffer data) {
-    this.context = context;
-    this.id = id;
+    super(context, id);
     this.info = describe(c);
     context.kept().setParameter(id, data);
   }
@@ -38,15 +34,6 @@ public final class Param {
    */
   public Context context() {
     return context;
-  }
-
-  /**
-   * The number of the parameter: 0, 1, 2, ... in the order they were added.
-   *
-   * @return the number
-   */
-  public int id() {
-    return id;
   }
 
   /**
@@ -84,29 +71,7 @@ public final class Param {
    * @return its name, shape, dtypes and so on, as they are now
    */
   public ParamInfo info() {
-    long c = context.enter();
-    try {
-      return describe(c);
-    } finally {
-      context.exit();
-    }
-  }
-
-  /**
-   * Which gradient of {@link Context#accumulate} is that of this parameter; parameters of a flat
-   * block share one.
-   *
-   * @return the index
-   */
-  public long slot() {
-    long c = context.enter();
-    try {
-      long[] slot = new long[1];
-      Raw.ga_param_slot(c, id, slot);
-      return slot[0];
-    } finally {
-      context.exit();
-    }
+    return context.call(c -> describe(c));
   }
 
   /**
@@ -126,70 +91,10 @@ public final class Param {
    */
   public void bind(Tensor data) {
     Check.notNull(data, "data");
-    long c = context.enter();
-    try {
+    context.run(c -> {
       Raw.ga_param_bind(c, id, data.address(info.dtype(), info.count(), true, "data", this));
       context.kept().setParameter(id, data.buffer());
-    } finally {
-      context.exit();
-      Reference.reachabilityFence(data);
-    }
-  }
-
-  /**
-   * Tells that the program has written a parameter that has master weights; needless with {@link
-   * ParamOptions#followData}. Between windows.
-   */
-  public void changed() {
-    long c = context.enter();
-    try {
-      Raw.ga_param_changed(c, id);
-    } finally {
-      context.exit();
-    }
-  }
-
-  /**
-   * Freezes or unfreezes the parameter: a frozen one is not updated, and its gradients are not
-   * read. Between windows.
-   *
-   * @param frozen true to freeze
-   */
-  public void setFrozen(boolean frozen) {
-    long c = context.enter();
-    try {
-      Raw.ga_param_set_frozen(c, id, frozen ? 1 : 0);
-    } finally {
-      context.exit();
-    }
-  }
-
-  /**
-   * Multiplies the learning rate of the group for this parameter.
-   *
-   * @param lrScale finite, &gt;= 0; 1 until then
-   */
-  public void setLrScale(double lrScale) {
-    long c = context.enter();
-    try {
-      Raw.ga_param_set_lr_scale(c, id, lrScale);
-    } finally {
-      context.exit();
-    }
-  }
-
-  /**
-   * Multiplies the weight decay of the group for this parameter.
-   *
-   * @param weightDecayScale finite, &gt;= 0; 1 until then
-   */
-  public void setWeightDecayScale(double weightDecayScale) {
-    long c = context.enter();
-    try {
-      Raw.ga_param_set_weight_decay_scale(c, id, weightDecayScale);
-    } finally {
-      context.exit();
-    }
+    }, data);
   }
 
   /**
@@ -212,25 +117,17 @@ public final class Param {
               + " numbers and first "
               + first.length);
     }
-    long c = context.enter();
-    try {
-      Raw.ga_param_set_part(c, id, wholeShape, first, copies);
-    } finally {
-      context.exit();
-    }
+    context.run(c -> Raw.ga_param_set_part(c, id, wholeShape, first, copies));
   }
 
   /** Removes the parameter: the library does not touch its memory any more. Between windows. */
   public void remove() {
-    long c = context.enter();
-    try {
+    context.run(c -> {
       Raw.ga_param_remove(c, id);
       removed = true;
       context.kept().removeParameter(id);
       context.slotOf(this).update();
-    } finally {
-      context.exit();
-    }
+    });
   }
 
   /**
@@ -240,12 +137,7 @@ public final class Param {
    * @return their names, dtypes and sizes
    */
   public List<StateInfo> state() {
-    long c = context.enter();
-    try {
-      return state(c);
-    } finally {
-      context.exit();
-    }
+    return context.call(c -> state(c));
   }
 
   private List<StateInfo> state(long c) {
@@ -287,18 +179,14 @@ public final class Param {
   public void getState(String name, Tensor out) {
     Check.notNull(name, "name");
     Check.notNull(out, "out");
-    long c = context.enter();
-    try {
+    context.run(c -> {
       StateInfo array = find(c, name);
       // A name that there is not is refused by the library, which lists those that there are.
       Dtype dtype = array != null ? out.dtypeOf(array) : Dtype.F32;
       long address =
           array != null ? out.address(dtype, array.count(), true, "state " + name, this) : 0;
       Raw.ga_state_get(c, id, name, address, dtype.value(), array != null ? array.count() : 0);
-    } finally {
-      context.exit();
-      Reference.reachabilityFence(out);
-    }
+    }, out);
   }
 
   /**
@@ -327,17 +215,13 @@ public final class Param {
   public void setState(String name, Tensor data) {
     Check.notNull(name, "name");
     Check.notNull(data, "data");
-    long c = context.enter();
-    try {
+    context.run(c -> {
       StateInfo array = find(c, name);
       Dtype dtype = array != null ? data.dtypeOf(array) : Dtype.F32;
       long address =
           array != null ? data.address(dtype, array.count(), false, "state " + name, this) : 0;
       Raw.ga_state_set(c, id, name, address, dtype.value(), array != null ? array.count() : 0);
-    } finally {
-      context.exit();
-      Reference.reachabilityFence(data);
-    }
+    }, data);
   }
 
   private StateInfo find(long c, String name) {
@@ -347,16 +231,6 @@ public final class Param {
       }
     }
     return null;
-  }
-
-  /** Puts all state of the parameter back to the beginning. Between windows. */
-  public void resetState() {
-    long c = context.enter();
-    try {
-      Raw.ga_state_reset(c, id);
-    } finally {
-      context.exit();
-    }
   }
 
   /**
@@ -377,15 +251,11 @@ public final class Param {
    */
   public void copyEmaTo(Tensor out) {
     Check.notNull(out, "out");
-    long c = context.enter();
-    try {
+    context.run(c -> {
       Dtype dtype = out.dtype("out");
       long address = out.address(dtype, info.count(), true, "out", this);
       Raw.ga_ema_copy_to(c, id, address, dtype.value());
-    } finally {
-      context.exit();
-      Reference.reachabilityFence(out);
-    }
+    }, out);
   }
 
   /**
@@ -395,16 +265,13 @@ public final class Param {
    * @return a view that is dead once the context has moved on
    */
   public Gradient gradient() {
-    long c = context.enter();
-    try {
+    return context.call(c -> {
       long[] data = new long[1];
       int[] dtype = new int[1];
       long[] count = new long[1];
       Raw.ga_gradient(c, id, data, dtype, count);
       return new Gradient(context, data[0], Dtype.of(dtype[0]), count[0]);
-    } finally {
-      context.exit();
-    }
+    });
   }
 
   @Override
