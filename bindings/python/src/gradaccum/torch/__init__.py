@@ -72,16 +72,7 @@ class SGD(Optimizer):
         fused: bool | None = None,
         **window: Unpack[WindowOptions],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "maximize": maximize,
-            "differentiable": differentiable,
-        }
-        super().__init__(params, _kinds.SGD, defaults, **window)
+        super().__init__(params, _kinds.SGD, _kinds.hyper_parameters(locals()), **window)
 
 
 class Adam(Optimizer):
@@ -104,17 +95,7 @@ class Adam(Optimizer):
         decoupled_weight_decay: bool = False,
         **window: Unpack[WindowOptions],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "decoupled_weight_decay": decoupled_weight_decay,
-        }
+        defaults = _kinds.hyper_parameters(locals())
         super().__init__(params, _kinds.ADAMW if decoupled_weight_decay else _kinds.ADAM, defaults, **window)
 
 
@@ -137,17 +118,7 @@ class AdamW(Optimizer):
         fused: bool | None = None,
         **window: Unpack[WindowOptions],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "capturable": capturable,
-            "differentiable": differentiable,
-        }
-        super().__init__(params, _kinds.ADAMW, defaults, **window)
+        super().__init__(params, _kinds.ADAMW, _kinds.hyper_parameters(locals()), **window)
 
 
 class SparseAdam(Optimizer):
@@ -162,8 +133,7 @@ class SparseAdam(Optimizer):
         maximize: bool = False,
         **window: Unpack[WindowOptions],
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "maximize": maximize, "rows": Rows.LAZY}
-        super().__init__(params, _kinds.SPARSE_ADAM, defaults, **window)
+        super().__init__(params, _kinds.SPARSE_ADAM, _kinds.hyper_parameters(locals()) | {"rows": Rows.LAZY}, **window)
 
 
 class Adagrad(Optimizer):
@@ -184,16 +154,7 @@ class Adagrad(Optimizer):
         fused: bool | None = None,
         **window: Unpack[WindowOptions],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "lr_decay": lr_decay,
-            "weight_decay": weight_decay,
-            "initial_accumulator_value": initial_accumulator_value,
-            "eps": eps,
-            "maximize": maximize,
-            "differentiable": differentiable,
-        }
-        super().__init__(params, _kinds.ADAGRAD, defaults, **window)
+        super().__init__(params, _kinds.ADAGRAD, _kinds.hyper_parameters(locals()), **window)
 
 
 class Adadelta(Optimizer):
@@ -213,16 +174,7 @@ class Adadelta(Optimizer):
         differentiable: bool = False,
         **window: Unpack[WindowOptions],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "rho": rho,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "capturable": capturable,
-            "maximize": maximize,
-            "differentiable": differentiable,
-        }
-        super().__init__(params, _kinds.ADADELTA, defaults, **window)
+        super().__init__(params, _kinds.ADADELTA, _kinds.hyper_parameters(locals()), **window)
 
 
 class Adamax(Optimizer):
@@ -242,16 +194,7 @@ class Adamax(Optimizer):
         capturable: bool = False,
         **window: Unpack[WindowOptions],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "differentiable": differentiable,
-            "capturable": capturable,
-        }
-        super().__init__(params, _kinds.ADAMAX, defaults, **window)
+        super().__init__(params, _kinds.ADAMAX, _kinds.hyper_parameters(locals()), **window)
 
 
 class NAdam(Optimizer):
@@ -273,18 +216,7 @@ class NAdam(Optimizer):
         differentiable: bool = False,
         **window: Unpack[WindowOptions],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "momentum_decay": momentum_decay,
-            "decoupled_weight_decay": decoupled_weight_decay,
-            "maximize": maximize,
-            "capturable": capturable,
-            "differentiable": differentiable,
-        }
-        super().__init__(params, _kinds.NADAM, defaults, **window)
+        super().__init__(params, _kinds.NADAM, _kinds.hyper_parameters(locals()), **window)
 
 
 class RAdam(Optimizer):
@@ -305,17 +237,7 @@ class RAdam(Optimizer):
         differentiable: bool = False,
         **window: Unpack[WindowOptions],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "decoupled_weight_decay": decoupled_weight_decay,
-            "maximize": maximize,
-            "capturable": capturable,
-            "differentiable": differentiable,
-        }
-        super().__init__(params, _kinds.RADAM, defaults, **window)
+        super().__init__(params, _kinds.RADAM, _kinds.hyper_parameters(locals()), **window)
 
 
 class RMSprop(Optimizer):
@@ -336,18 +258,7 @@ class RMSprop(Optimizer):
         differentiable: bool = False,
         **window: Unpack[WindowOptions],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "alpha": alpha,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "centered": centered,
-            "capturable": capturable,
-            "maximize": maximize,
-            "differentiable": differentiable,
-        }
-        super().__init__(params, _kinds.RMSPROP, defaults, **window)
+        super().__init__(params, _kinds.RMSPROP, _kinds.hyper_parameters(locals()), **window)
 
 
 class Adafactor(Optimizer):
@@ -366,15 +277,7 @@ class Adafactor(Optimizer):
         maximize: bool = False,
         **window: Unpack[WindowOptions],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "beta2_decay": beta2_decay,
-            "eps": eps,
-            "d": d,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-        }
-        super().__init__(params, _kinds.ADAFACTOR, defaults, **window)
+        super().__init__(params, _kinds.ADAFACTOR, _kinds.hyper_parameters(locals()), **window)
 
 
 class Muon(Optimizer):
@@ -406,21 +309,7 @@ class Muon(Optimizer):
         equilibrate: str | None = None,
         **window: Unpack[WindowOptions],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-            "ns_precision": ns_precision,
-            "cautious": cautious,
-            "beta2": beta2,
-            "equilibrate": equilibrate,
-        }
-        super().__init__(params, _kinds.MUON, defaults, **window)
+        super().__init__(params, _kinds.MUON, _kinds.hyper_parameters(locals()), **window)
 
 
 class Lion(Optimizer):
@@ -436,8 +325,7 @@ class Lion(Optimizer):
         maximize: bool = False,
         **window: Unpack[WindowOptions],
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, _kinds.LION, defaults, **window)
+        super().__init__(params, _kinds.LION, _kinds.hyper_parameters(locals()), **window)
 
 
 class Lamb(Optimizer):
@@ -456,16 +344,7 @@ class Lamb(Optimizer):
         maximize: bool = False,
         **window: Unpack[WindowOptions],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "max_grad_norm": max_grad_norm,
-            "always_adapt": always_adapt,
-            "maximize": maximize,
-        }
-        super().__init__(params, _kinds.LAMB, defaults, **window)
+        super().__init__(params, _kinds.LAMB, _kinds.hyper_parameters(locals()), **window)
 
 
 class Lars(Optimizer):
@@ -486,18 +365,7 @@ class Lars(Optimizer):
         maximize: bool = False,
         **window: Unpack[WindowOptions],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "trust_coefficient": trust_coefficient,
-            "eps": eps,
-            "always_adapt": always_adapt,
-            "maximize": maximize,
-        }
-        super().__init__(params, _kinds.LARS, defaults, **window)
+        super().__init__(params, _kinds.LARS, _kinds.hyper_parameters(locals()), **window)
 
 
 class Adopt(Optimizer):
@@ -516,16 +384,7 @@ class Adopt(Optimizer):
         maximize: bool = False,
         **window: Unpack[WindowOptions],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "decoupled": decoupled,
-            "clip_exponent": clip_exponent,
-            "maximize": maximize,
-        }
-        super().__init__(params, _kinds.ADOPT, defaults, **window)
+        super().__init__(params, _kinds.ADOPT, _kinds.hyper_parameters(locals()), **window)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -550,17 +409,7 @@ class AdEMAMix(Optimizer):
         maximize: bool = False,
         **window: Unpack[WindowOptions],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "alpha": alpha,
-            "alpha_warmup": alpha_warmup,
-            "beta3_warmup": beta3_warmup,
-            "maximize": maximize,
-        }
-        super().__init__(params, _kinds.ADEMAMIX, defaults, **window)
+        super().__init__(params, _kinds.ADEMAMIX, _kinds.hyper_parameters(locals()), **window)
 
 
 class RowWiseAdagrad(Optimizer):
@@ -577,11 +426,4 @@ class RowWiseAdagrad(Optimizer):
         maximize: bool = False,
         **window: Unpack[WindowOptions],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "initial_accumulator_value": initial_accumulator_value,
-            "eps": eps,
-            "maximize": maximize,
-        }
-        super().__init__(params, _kinds.ROWWISE_ADAGRAD, defaults, **window)
+        super().__init__(params, _kinds.ROWWISE_ADAGRAD, _kinds.hyper_parameters(locals()), **window)

@@ -44,6 +44,13 @@ OURS: dict[str, Any] = {
 }  # fmt: skip
 """Keys that groups of torch's own optimizers lack, and what that means."""
 
+_OTHERS = {"self", "__class__", "params", "foreach", "fused", "window"}
+
+
+def hyper_parameters(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``param_groups`` has of the arguments of an optimizer, which are the local variables of its constructor."""
+    return {name: value for name, value in arguments.items() if name not in _OTHERS}
+
 
 @dataclass(frozen=True)
 class Kind:

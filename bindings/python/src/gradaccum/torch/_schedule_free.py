@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from ._kinds import SCHEDULE_FREE_ADAMW, SCHEDULE_FREE_SGD, Kind, WindowOptions
+from ._kinds import SCHEDULE_FREE_ADAMW, SCHEDULE_FREE_SGD, Kind, WindowOptions, hyper_parameters
 from ._optimizer import Optimizer
 from ._slots import mark_written
 from ._state_dict import KEY
@@ -139,17 +139,7 @@ class AdamWScheduleFree(ScheduleFree):
         maximize: bool = False,
         **window: Unpack[WindowOptions],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "warmup_steps": warmup_steps,
-            "r": r,
-            "weight_lr_power": weight_lr_power,
-            "maximize": maximize,
-        }
-        super().__init__(params, SCHEDULE_FREE_ADAMW, defaults, **window)
+        super().__init__(params, SCHEDULE_FREE_ADAMW, hyper_parameters(locals()), **window)
 
 
 class SGDScheduleFree(ScheduleFree):
@@ -169,13 +159,4 @@ class SGDScheduleFree(ScheduleFree):
         maximize: bool = False,
         **window: Unpack[WindowOptions],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "warmup_steps": warmup_steps,
-            "r": r,
-            "weight_lr_power": weight_lr_power,
-            "maximize": maximize,
-        }
-        super().__init__(params, SCHEDULE_FREE_SGD, defaults, **window)
+        super().__init__(params, SCHEDULE_FREE_SGD, hyper_parameters(locals()), **window)
