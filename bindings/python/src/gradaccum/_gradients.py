@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long gradients are kept, and what they must be like."""
+"""How long gradients are kept."""
 
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import _native, _raw
 from .enums import GradientLife
 from .options import Config
-from .tensor import Where
-
-if TYPE_CHECKING:
-    from .params import Param
 
 
 class Kept:
@@ -68,27 +64,3 @@ class Kept:
         loans = [loan for _, loan in self._loans]
         self._loans.clear()
         return loans
-
-
-class Slot:
-    """One of the gradients of accumulate(): that of a parameter or of a flat block."""
-
-    __slots__ = ("is_flat", "params")
-
-    def __init__(self, params: list[Param], is_flat: bool) -> None:
-        self.params = params
-        self.is_flat = is_flat
-
-    def expected(self, where: Where) -> Any:
-        """What the gradient must be like; None: it is not read any more."""
-        alive = [param for param in self.params if not param.is_removed]
-        if not alive:
-            return None
-        first = alive[0]
-        if not self.is_flat:
-            return first._gradient
-        itemsize = first.gradient_dtype.itemsize
-        end = max((param._offset + param.count) * param.gradient_dtype.itemsize for param in alive)
-        what = f'gradient of the block of parameter "{first.name}"'
-        lent = first.context._kept.lent
-        return where.expect(what, first.gradient_dtype, least=-(-end // itemsize), written=lent)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO, NoReturn, Self
 
 from . import _native, _raw
-from ._gradients import Kept, Slot
+from ._gradients import Kept
 from ._guard import Guard, Handle
 from ._members import ContextMembers
 from .batch_norm import BatchNorm, describe_layer
@@ -21,7 +21,7 @@ from .micro_batch import MicroBatch
 from .options import (
     BatchNormOptions, CommunicatorOptions, Config, MicroOptions, Optimizer, ParamOptions, StateOptions, StepResult,
 )  # fmt: skip
-from .params import FlatEntry, Group, Param, describe_param
+from .params import FlatEntry, Group, Param, Slot, describe_param
 from .tensor import TensorLike, Where
 
 _OUTCOMES = tuple(StepOutcome)

@@ -11,7 +11,7 @@ from . import _raw
 from ._members import GroupMembers, ParamMembers
 from .enums import Device, Dtype
 from .options import ParamInfo, ParamOptions, StateInfo
-from .tensor import CODES_OR_NUMBERS, HOST, Tensor, TensorLike, new_tensor
+from .tensor import CODES_OR_NUMBERS, HOST, Tensor, TensorLike, Where, new_tensor
 
 if TYPE_CHECKING:
     from .context import Context
@@ -214,3 +214,27 @@ class Param(ParamMembers):
             info, shape = self._state(c, name)
             loan, dtype = self._borrow_state(data, info, shape)
             _raw.ga_state_set(c, self.id, name, loan, dtype, info.count)
+
+
+class Slot:
+    """One of the gradients of accumulate(): that of a parameter or of a flat block."""
+
+    __slots__ = ("is_flat", "params")
+
+    def __init__(self, params: list[Param], is_flat: bool) -> None:
+        self.params = params
+        self.is_flat = is_flat
+
+    def expected(self, where: Where) -> Any:
+        """What the gradient must be like; None: it is not read any more."""
+        alive = [param for param in self.params if not param.is_removed]
+        if not alive:
+            return None
+        first = alive[0]
+        if not self.is_flat:
+            return first._gradient
+        itemsize = first.gradient_dtype.itemsize
+        end = max((param._offset + param.count) * param.gradient_dtype.itemsize for param in alive)
+        what = f'gradient of the block of parameter "{first.name}"'
+        lent = first.context._kept.lent
+        return where.expect(what, first.gradient_dtype, least=-(-end // itemsize), written=lent)
