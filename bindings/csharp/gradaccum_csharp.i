@@ -188,71 +188,8 @@ GA_CSHARP_OUT(double, double)
   }
 %}
 
-// The properties name and note have accessors of these names in C#.
-%rename(SetName) ga_flat_entry::set_name;
-%rename(SetNote) ga_state_options::set_note;
-
-%include "../gradaccum.i"
-
-// Results come in two arrays, integers and reals, each in the order of the struct: a call for each
-// field would cost more than the step.
-%apply void* ADDRESS { int64_t* integers, double* reals };
-%{
-static void write_fields(const ga_step_result& result, int64_t* integers, double* reals) {
-  *integers++ = result.outcome;
-  *integers++ = result.windows;
-  *integers++ = result.steps;
-  *integers++ = result.micro_batches;
-  *integers++ = result.skipped;
-  *integers++ = result.dropped;
-  *integers++ = result.window_dropped;
-  *integers++ = static_cast<int64_t>(result.dropped_micros);
-  *integers++ = result.eager;
-  *integers++ = result.eager_waited;
-  *integers++ = result.eager_redone;
-  *reals++ = result.weight;
-  *reals++ = result.norm;
-  *reals++ = result.clip_factor;
-  *reals++ = result.lr;
-  *reals++ = result.loss_scale;
-  *reals++ = result.noise_scale;
-  *reals++ = result.noise_trace;
-  *reals++ = result.noise_signal;
-}
-%}
-%inline %{
-static ga_status ga_step_fields(ga_context* ctx, int64_t* integers, double* reals) {
-  ga_step_result result;
-  ga_status status = ga_step_result_init(&result, sizeof result);
-  if (status == GA_OK) status = ga_step(ctx, &result);
-  if (status == GA_OK) write_fields(result, integers, reals);
-  return status;
-}
-
-static ga_status ga_step_result_get_fields(ga_context* ctx, int64_t window, int32_t wait,
-                                           int64_t* integers, double* reals) {
-  ga_step_result result;
-  ga_status status = ga_step_result_init(&result, sizeof result);
-  if (status == GA_OK) status = ga_step_result_get(ctx, window, wait, &result);
-  if (status == GA_OK) write_fields(result, integers, reals);
-  return status;
-}
-
-static ga_status ga_window_fields(const ga_context* ctx, int64_t* integers, double* reals) {
-  ga_window_info info;
-  ga_status status = ga_window_info_init(&info, sizeof info);
-  if (status == GA_OK) status = ga_window(ctx, &info);
-  if (status != GA_OK) return status;
-  *integers++ = info.state;
-  *integers++ = info.micro_batches;
-  *integers++ = info.open_micro;
-  *integers++ = info.accum_steps;
-  *integers++ = info.windows;
-  *integers++ = info.steps;
-  *reals = info.weight;
-  return GA_OK;
-}
-%}
+// Structs of C# that are laid out as in C take these results.
+%apply void* ADDRESS { ga_step_result* out, ga_window_info* out };
 
 // The properties name and note have accessors of these names in C#.
 %rename(SetName) ga_flat_entry::set_name;

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes what a binding has of the header: options, enumerations and results, with their documentation.
+"""Writes what a binding has of the header: options, enumerations, results and members, with their documentation.
 
     python bindings/generate --language python --header include/gradaccum/gradaccum.h --out FOLDER
 

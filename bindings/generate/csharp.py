@@ -35,7 +35,7 @@ _FIELDS = {
 }  # fmt: skip
 _MEMBERS = {
     "Context.accumulate": "Context.Accumulate(Tensor[], double, double, bool)",
-    "MicroBatch.accumulate": "MicroBatch.Accumulate(Param, Tensor)", 
+    "MicroBatch.accumulate": "MicroBatch.Accumulate(Param, Tensor)",
     "MicroBatch.accumulate_rows": "MicroBatch.AccumulateRows(Param, Tensor, Tensor)", "MicroBatch.end": "MicroBatch.Dispose",
     "Param.get_state": "Param.GetState{T}(string)", "Context.load": "Context.Load(string, StateOptions)",
     "Context.add_param": "Context.AddParam(Group, string, Tensor, ParamOptions, long[])",
@@ -46,7 +46,7 @@ _MEMBERS = {
 
 # Classes of which members are generated, what their objects are called, and functions whose members do more than call them.
 _CLASSES = {"Context": "", "Group": "group", "Param": "parameter", "BatchNorm": "layer"}
-_MEMBERS_BY_HAND = {"ga_group_count", "ga_window", "ga_ema_swap"}
+_MEMBERS_BY_HAND = {"ga_group_count", "ga_ema_swap"}
 _IDENTITY = """\
 /// <summary>Its context.</summary>
 public Context Context {{ get; }}
@@ -82,7 +82,7 @@ _ADDED = {"ga_dtype": ("Default", "The choice of the library, where an option ta
 _KINDS_BY_HAND = {"array", "callback", "string"}
 _FIELDS_BY_HAND = {("ga_param_options", "reduce")}
 _READ = {"ga_clip", "ga_optimizer"}  # options that a context returns
-_COPIED = {"ga_step_result", "ga_window_info"}  # by the raw layer, in one call: integers, then doubles
+_COPIED = {"ga_step_result", "ga_window_info"}  # laid out as in C, for the sake of speed
 _VALUES = {"ga_memory", "ga_state_info"}  # results that are structs
 
 
@@ -274,10 +274,13 @@ def _member(f: Function, header: Header, translator: Translator) -> Iterator[str
             given = f"{argument}.Native"
         yield from [f"  {using} Raw.{f.c_name}({handle}, {given});", "}", ""]
         return
-    yield from [f"public {kind} {name} {{", "  get {", f"    {using} {{"]
-    if struct:
-        zeros = ", ".join("0" for _ in struct.arguments)
-        made = f"{struct.c_name} native = new {struct.c_name}({zeros})"
+    copied = value.struct in _COPIED
+    yield from [f"public {'unsafe ' if copied else ''}{kind} {name} {{", "  get {", f"    {using} {{"]
+    if copied:
+        yield from [f"      {kind} value = default({kind});", "      value.Prepare();"]
+        yield from [f"      Raw.{f.c_name}({handle}, (IntPtr)(&value));", "      return value;"]
+    elif struct:
+        made = f"{struct.c_name} native = new {struct.c_name}({struct.zeros})"
         yield f"      using ({made}) {{" if struct.is_result else f"      {made};"
         body = [f"Raw.{f.c_name}({handle}, native);", f"return new {kind}(native);"]
         yield from [f"{'  ' if struct.is_result else ''}      {line}" for line in body]
@@ -290,19 +293,19 @@ def _member(f: Function, header: Header, translator: Translator) -> Iterator[str
 
 
 def _copied(struct: Struct, name: str, translator: Translator) -> Iterator[str]:
-    """A struct whose fields are in the order in which the raw layer writes them: integers, then doubles."""
-    reals = [f for f in struct.fields if f.kind == "double"]
-    integers = [f for f in struct.fields if f.kind != "double"]
-    yield from ["[StructLayout(LayoutKind.Sequential)]", f"public struct {name} {{"]
-    yield from [f"  internal const int Integers = {len(integers)};", f"  internal const int Reals = {len(reals)};"]
-    yield f"  private readonly long {', '.join(map(_camel, integers))};"
-    yield f"  private readonly double {', '.join(map(_camel, reals))};"
-    for f in [*integers, *reals]:
-        value = f"unchecked((ulong){_camel(f)})" if _kind(f) == "ulong" else _from_c(f, _camel(f))
+    """A struct that is laid out as in C, which fills it."""
+    shown = {f.c_name: f for f in struct.fields}
+    yield from ["[StructLayout(LayoutKind.Sequential)]", f"public struct {name} {{", "  private UIntPtr structSize;"]
+    for member in list(struct.layout)[1:]:
+        f = shown.get(member)
+        kind = "int" if f is None or f.enum is not None or f.kind == "bool" else _kind(f)
+        yield f"  private readonly {kind} {_camel(f) if f else member};"
+    yield from ["", "  internal unsafe void Prepare() {", f"    structSize = (UIntPtr)(uint)sizeof({name});", "  }"]
+    for f in struct.fields:
         yield ""
         yield from (f"  {line}" for line in _summary(translator.field(struct, f)))
         yield f"  public {_kind(f)} {_field_name(struct.c_name, f.c_name)} {{"
-        yield from [f"    get {{ return {value}; }}", "  }"]
+        yield from [f"    get {{ return {_from_c(f, _camel(f))}; }}", "  }"]
     yield from ["}", ""]
 
 

@@ -65,6 +65,12 @@ class Struct:
     fields: tuple[Field, ...]
     is_result: bool
     arguments: tuple[str, ...]  # of the _init function, which choose the defaults
+    layout: dict[str, int]  # where all fields are, those that no binding shows included: in bytes, with 64-bit addresses
+
+    @property
+    def zeros(self) -> str:
+        """What its constructor takes in the raw layer, where a function of C fills it afterwards."""
+        return ", ".join("0" for _ in self.arguments)
 
 
 @dataclass(frozen=True)
@@ -194,7 +200,8 @@ class _Reader:
         members = [c for c in cursor.get_children() if c.kind == CursorKind.FIELD_DECL]
         fields = [f for member in members if (f := self._field(name, member)) is not None]
         self._check_attributed(cursor, [clean(c.raw_comment) for c in members])
-        self.header.structs[name] = Struct(name, doc, tuple(fields), is_result, arguments)
+        layout = {c.spelling: c.get_field_offsetof() // 8 for c in members}
+        self.header.structs[name] = Struct(name, doc, tuple(fields), is_result, arguments, layout)
 
     def _field(self, struct: str, cursor: Cursor) -> Field | None:
         c_name = cursor.spelling

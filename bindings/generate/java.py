@@ -36,9 +36,10 @@ _NESTED = {
 }  # fmt: skip
 _RENAMED = {"ga_memory": "MemoryUse", "ga_optimizer.ns_coefficients": "newton_schulz"}
 # Written by hand: an option that is a flag, and enumerations within classes that are.
-_BY_HAND = {"ga_micro_options", "ga_micro_flags", "ga_comm_kind", "ga_bn_spread"}
+_BY_HAND = {"ga_micro_options", "ga_micro_flags", "ga_bn_spread"}
+_INTERNAL = {"ga_comm_kind"}
 _LAST = {"log", "on_param_done"}  # in a record
-_COPIED = "ga_step_result"  # by the raw layer, in one call: its numbers, doubles as their bits
+_COPIED = "ga_step_result"  # by the raw layer, in one call: all words of the struct
 _FUNCTIONS = {
     "MicroBatch.end": "MicroBatch.close", "BatchNorm.finalize": "BatchNorm.finalize_stats",
     "BatchNorm.backward": "MicroBatch.backward", "BatchNorm.backward_accumulate": "MicroBatch.backward_accumulate",
@@ -82,7 +83,7 @@ _IMPORTS = {
 }  # fmt: skip
 
 
-_NONE = Struct("", "", (), False, ())  # of which a value of a function is no field
+_NONE = Struct("", "", (), False, (), {})  # of which a value of a function is no field
 
 
 def _camel(name: str) -> str:
@@ -160,7 +161,7 @@ class _Java:
         members = _members(name) if not indent else ""
         numbered = "" if "static Status of(" in members else " implements Numbered"
         lines = list(_javadoc(self.translator.enum(enum), len(indent)))
-        lines.append(f"public enum {name}{numbered} {{")
+        lines.append(f"{'' if enum.c_name in _INTERNAL else 'public '}enum {name}{numbered} {{")
         last = enum.enumerators[-1]
         for e in enum.enumerators:
             lines += _indented(_javadoc(self.translator.enumerator(e, enum), len(indent) + 2))
@@ -246,11 +247,12 @@ class _Java:
         yield "  }"
         if struct.c_name != _COPIED:
             return
+        yield from ["", f"  static final int WORDS = {max(struct.layout.values()) // 8 + 1};"]
         yield from ["", f"  /** As {{@link #read}}, from what {{@code {_COPIED}.copy}} has copied. */"]
-        yield from [f"  static {name} of(long[] fields) {{", f"    return new {name}("]
+        yield from [f"  static {name} of(long[] words) {{", f"    return new {name}("]
         values = []
-        for i, f in enumerate(fields):
-            value = f"fields[{i}]"
+        for f in fields:
+            value = f"words[{struct.layout[f.c_name] // 8}]"  # an enumeration is the lower half of its word
             if f.enum is not None:
                 value = f"{self._type(struct, f)}.of((int) {value})"
             values.append(f"        Double.longBitsToDouble({value})" if f.kind == "double" else f"        {value}")
@@ -323,7 +325,7 @@ class _Java:
         about = self.translator.value(f)
         kind, argument = self._value_type(value), _camel(value.c_name)
         struct = self.header.structs.get(value.struct)
-        new = struct and f"{struct.c_name} fields = new {struct.c_name}({', '.join('0' for _ in struct.arguments)})"
+        new = struct and f"{struct.c_name} fields = new {struct.c_name}({struct.zeros})"
         if f.result:
             doc = _javadoc(self.translator.function(f, f"{{@return {about}}}"), 2, throws=throws)
             if struct:

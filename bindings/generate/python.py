@@ -127,11 +127,9 @@ def _members_of_classes(header: Header, translator: Translator) -> Iterator[str]
     values = [f.argument or f.result for f in functions]
     used = {v.struct for v in values if v}
     enums = {v.enum.c_name for v in values if v and v.enum}
-    yield from ["from __future__ import annotations", "", "from typing import TYPE_CHECKING", "", "from . import _raw"]
-    yield "from ._object import ContextObject"
+    yield from ["from . import _raw", "from ._guard import Guard", "from ._object import ContextObject"]
     yield from _import(".enums", [names.TYPES[e] for e in header.enums if e in enums]) if enums else ()
     yield from _import(".options", [names.TYPES[s] for s in header.structs if s in used])
-    yield from ["", "if TYPE_CHECKING:", "    from ._guard import Guard"]
     for owner in _CLASSES:
         base = "" if owner == "Context" else "(ContextObject)"
         yield from ["", "", f"class {owner}Members{base}:", f'    """What {owner} has of gradaccum.h as it is there."""', ""]
@@ -161,19 +159,16 @@ def _member(f: Function, functions: list[Function], translator: Translator) -> I
         yield from _docstring(_summarised(doc) + _raises(f, translator), "        ")
         yield from [f"        with {guard} as c:", f"            _raw.{f.c_name}({handle})"]
         return
-    setter = next((s for s in functions if f"{s.owner}.{s.name}" == f"{f.owner}.set_{f.name}"), None)
-    if f"{f.owner}.{f.name}" not in _ASSIGNED:
-        setter = None
-    assigned = ""
-    if setter is not None:
+    setter, assigned = None, ""
+    if f"{f.owner}.{f.name}" in _ASSIGNED:
+        setter = next(s for s in functions if (s.owner, s.name) == (f.owner, f"set_{f.name}"))
         text = translator.function(setter)
         assigned = f"\n\nAssignment {text[0].lower()}{text[1:]}{_raises(setter, translator)}"
     yield from ["", "    @property", f"    def {f.name}(self) -> {kind}:"]
     yield from _docstring(_summarised(doc) + assigned + _raises(f, translator), "        ")
     yield f"        with {guard} as c:"
     if f.result.struct:
-        zeros = ", ".join("0" for _ in translator.header.structs[f.result.struct].arguments)
-        yield f"            struct = _raw.{f.result.struct}({zeros})"
+        yield f"            struct = _raw.{f.result.struct}({translator.header.structs[f.result.struct].zeros})"
         yield from [f"            _raw.{f.c_name}({handle}, struct)", f"            return {kind}._read(struct)"]
     else:
         call = f"_raw.{f.c_name}({handle})"

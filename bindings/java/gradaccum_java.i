@@ -382,35 +382,11 @@ static void* write_function() { return reinterpret_cast<void*>(relay_write); }
 static void* read_function() { return reinterpret_cast<void*>(relay_read); }
 %}
 
-// All fields in the order of the struct, doubles as their bits: a step makes one call for them in
-// place of a call for each.
+// The words of the struct: a step makes one call for all fields in place of a call for each.
 %extend ga_step_result {
-  void copy(JNIEnv* env, jlongArray out) const {
-    const auto bits = [](double number) {
-      jlong value;
-      std::memcpy(&value, &number, sizeof value);
-      return value;
-    };
-    const jlong fields[] = {$self->outcome,
-                            $self->windows,
-                            $self->steps,
-                            $self->micro_batches,
-                            bits($self->weight),
-                            bits($self->norm),
-                            bits($self->clip_factor),
-                            bits($self->lr),
-                            bits($self->loss_scale),
-                            $self->skipped,
-                            $self->dropped,
-                            $self->window_dropped,
-                            bits($self->noise_scale),
-                            bits($self->noise_trace),
-                            bits($self->noise_signal),
-                            static_cast<jlong>($self->dropped_micros),
-                            $self->eager,
-                            $self->eager_waited,
-                            $self->eager_redone};
-    env->SetLongArrayRegion(out, 0, sizeof fields / sizeof *fields, fields);
+  void copy(JNIEnv* env, jlongArray words) const {
+    env->SetLongArrayRegion(words, 0, sizeof(ga_step_result) / sizeof(jlong),
+                            reinterpret_cast<const jlong*>($self));
   }
 }
 

@@ -24,18 +24,6 @@ namespace GradAccum {
       }
     }
 
-    /// <summary>The state of the window.</summary>
-    public unsafe Window Window {
-      get {
-        Window window;
-        long* fields = (long*)&window;
-        using (Call call = Begin()) {
-          Raw.ga_window_fields(call.Context, (IntPtr)fields, (IntPtr)(fields + Window.Integers));
-        }
-        return window;
-      }
-    }
-
     /// <summary>
     /// Tells that nothing more comes to these parameters in this window: contributions to them are refused until
     /// it has ended. With <see cref="Config.Eager"/> their update begins as soon as the last micro-batch has begun;
@@ -63,11 +51,11 @@ namespace GradAccum {
     /// </summary>
     /// <returns>What the step has done.</returns>
     public unsafe StepResult Step() {
-      StepResult result;
-      long* fields = (long*)&result;
+      StepResult result = default(StepResult);
+      result.Prepare();
       using (Call call = Begin()) {
         ++generation;
-        Raw.ga_step_fields(call.Context, (IntPtr)fields, (IntPtr)(fields + StepResult.Integers));
+        Raw.ga_step(call.Context, (IntPtr)(&result));
         handle.Kept.Release(call.Context);
       }
       return result;
@@ -78,11 +66,9 @@ namespace GradAccum {
     /// <param name="wait">Whether to wait for a device; else the outcome may be pending.</param>
     /// <returns>The result.</returns>
     public unsafe StepResult GetStepResult(long window = 0, bool wait = true) {
-      StepResult result;
-      long* fields = (long*)&result;
-      using (Call call = Begin()) {
-        Raw.ga_step_result_get_fields(call.Context, window, wait ? 1 : 0, (IntPtr)fields, (IntPtr)(fields + StepResult.Integers));
-      }
+      StepResult result = default(StepResult);
+      result.Prepare();
+      using (Call call = Begin()) Raw.ga_step_result_get(call.Context, window, wait ? 1 : 0, (IntPtr)(&result));
       return result;
     }
 

@@ -622,7 +622,7 @@ namespace GradAccum.Tests {
       }
     }
 
-    /// <summary>The raw layer writes results into arrays: field by field, they are those of the struct.</summary>
+    /// <summary>Results are laid out as in C: field by field, they are those of the struct.</summary>
     public unsafe void ResultsHaveTheFieldsOfTheStruct() {
       float[] w = {1, 2};
       using (Context context = WithOne(w, new Config {
@@ -635,10 +635,10 @@ namespace GradAccum.Tests {
           if (window == 2) {
             using (Call call = context.Begin())
             using (ga_window_info native = new ga_window_info()) {
-              Raw.ga_window(call.Context, native);
-              Window info;
-              long* fields = (long*)&info;
-              Raw.ga_window_fields(call.Context, (IntPtr)fields, (IntPtr)(fields + Window.Integers));
+              Raw.ga_window(call.Context, ga_window_info.getCPtr(native).Handle);
+              Window info = default(Window);
+              info.Prepare();
+              Raw.ga_window(call.Context, (IntPtr)(&info));
               Expect.Equal(native.state, (int)info.State);
               Expect.Equal(native.micro_batches, info.MicroBatches);
               Expect.Equal(native.open_micro, info.OpenMicro);
@@ -653,7 +653,7 @@ namespace GradAccum.Tests {
         StepResult result = context.GetStepResult();
         using (Call call = context.Begin())
         using (ga_step_result native = new ga_step_result()) {
-          Raw.ga_step_result_get(call.Context, 0, 1, native);
+          Raw.ga_step_result_get(call.Context, 0, 1, ga_step_result.getCPtr(native).Handle);
           Expect.Equal(native.outcome, (int)result.Outcome);
           Expect.Equal(native.windows, result.Windows);
           Expect.Equal(native.steps, result.Steps);

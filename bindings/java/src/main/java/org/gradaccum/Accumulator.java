@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 package org.gradaccum;
 
-import java.lang.ref.Reference;
 import java.nio.Buffer;
 
 /**
@@ -111,13 +110,7 @@ public final class Accumulator {
    */
   public void get(long from, Buffer out) {
     Check.notNull(out, "out");
-    context.enter();
-    try {
-      Memory.read(at(from, out), Tensor.of(out), dtype, Memory.elements(out, dtype), "out");
-    } finally {
-      context.exit();
-      Reference.reachabilityFence(out);
-    }
+    context.run(c -> Memory.read(at(from, out), Tensor.of(out), dtype, Memory.elements(out, dtype), "out"), out);
   }
 
   /**
@@ -129,14 +122,8 @@ public final class Accumulator {
    */
   public void put(long from, Buffer values) {
     Check.notNull(values, "values");
-    context.enter();
-    try {
-      Memory.write(
-          at(from, values), Tensor.of(values), dtype, Memory.elements(values, dtype), "values");
-    } finally {
-      context.exit();
-      Reference.reachabilityFence(values);
-    }
+    context.run(
+        c -> Memory.write(at(from, values), Tensor.of(values), dtype, Memory.elements(values, dtype), "values"), values);
   }
 
   private long at(long from, Buffer buffer) {
@@ -165,13 +152,10 @@ public final class Accumulator {
    * @return the address, in the memory of the device of the context; 0: write nothing
    */
   public long address() {
-    context.enter();
-    try {
+    return context.call(c -> {
       checkAlive();
       return data;
-    } finally {
-      context.exit();
-    }
+    });
   }
 
   /** Makes what was written a part of the micro-batch. */

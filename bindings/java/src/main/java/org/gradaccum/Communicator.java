@@ -28,26 +28,6 @@ public final class Communicator implements AutoCloseable {
   private static final Cleaner CLEANER = Cleaner.create();
   private static final double TIMEOUT = 600;
 
-  /** Whom a rank is connected with. */
-  enum Kind implements Numbered {
-    LOCAL(RawConstants.GA_COMM_LOCAL),
-    MPI(RawConstants.GA_COMM_MPI),
-    /** By functions of a C program; not for Java. */
-    TABLE(RawConstants.GA_COMM_TABLE),
-    NCCL(RawConstants.GA_COMM_NCCL);
-
-    private final int value;
-
-    Kind(int value) {
-      this.value = value;
-    }
-
-    @Override
-    public int value() {
-      return value;
-    }
-  }
-
   // What the collector may free; holds no reference to the communicator.
   private static final class Owned implements Runnable {
     private long comm;
@@ -65,7 +45,7 @@ public final class Communicator implements AutoCloseable {
   private final ReentrantReadWriteLock lock = new ReentrantReadWriteLock();
 
   private Communicator(
-      Kind kind, byte[] id, int rank, int ranks, int mpi, long nccl, double timeout) {
+      CommKind kind, byte[] id, int rank, int ranks, int mpi, long nccl, double timeout) {
     try (ga_comm_config fields = new ga_comm_config(kind.value())) {
       fields.setTimeout(timeout);
       fields.setRank(rank);
@@ -96,7 +76,7 @@ public final class Communicator implements AutoCloseable {
    * @return the id
    */
   public static byte[] newId() {
-    return newId(Kind.LOCAL);
+    return newId(CommKind.LOCAL);
   }
 
   /**
@@ -108,10 +88,10 @@ public final class Communicator implements AutoCloseable {
    *     or there is no libnccl.so.2
    */
   public static byte[] newNcclId() {
-    return newId(Kind.NCCL);
+    return newId(CommKind.NCCL);
   }
 
-  private static byte[] newId(Kind kind) {
+  private static byte[] newId(CommKind kind) {
     ByteBuffer bytes = ByteBuffer.allocateDirect(RawConstants.GA_COMM_ID_SIZE);
     Raw.ga_comm_unique_id(kind.value(), Raw.buffer_address(bytes), bytes.capacity());
     byte[] id = new byte[bytes.capacity()];
@@ -143,7 +123,7 @@ public final class Communicator implements AutoCloseable {
    */
   public static Communicator local(byte[] id, int rank, int ranks, double timeout) {
     Check.notNull(id, "id");
-    return new Communicator(Kind.LOCAL, id.clone(), rank, ranks, 0, 0, timeout);
+    return new Communicator(CommKind.LOCAL, id.clone(), rank, ranks, 0, 0, timeout);
   }
 
   /**
@@ -160,7 +140,7 @@ public final class Communicator implements AutoCloseable {
    */
   public static Communicator nccl(byte[] id, int rank, int ranks, double timeout) {
     Check.notNull(id, "id");
-    return new Communicator(Kind.NCCL, id.clone(), rank, ranks, 0, 0, timeout);
+    return new Communicator(CommKind.NCCL, id.clone(), rank, ranks, 0, 0, timeout);
   }
 
   /**
@@ -176,7 +156,7 @@ public final class Communicator implements AutoCloseable {
    */
   public static Communicator nccl(long comm, double timeout) {
     if (comm == 0) throw new IllegalArgumentException("comm was 0");
-    return new Communicator(Kind.NCCL, null, 0, 0, 0, comm, timeout);
+    return new Communicator(CommKind.NCCL, null, 0, 0, 0, comm, timeout);
   }
 
   /**
@@ -190,7 +170,7 @@ public final class Communicator implements AutoCloseable {
    *     or the program runs another MPI
    */
   public static Communicator mpi(int comm, double timeout) {
-    return new Communicator(Kind.MPI, null, 0, 0, comm, 0, timeout);
+    return new Communicator(CommKind.MPI, null, 0, 0, comm, 0, timeout);
   }
 
   /** Begins a call that reads the address of C; every one ends with {@link #exit}. */

@@ -10,11 +10,9 @@ import java.util.List;
 
 /** The window: its gradients, its length and its step. */
 abstract class ContextWindow extends ContextState {
-  private static final int RESULT_FIELDS = StepResult.class.getRecordComponents().length;
-
   final List<Param> params = new ArrayList<>();
   final List<Slot> slots = new ArrayList<>();
-  private final long[] result = new long[RESULT_FIELDS];
+  private final long[] result = new long[StepResult.WORDS];
   private long[] addresses = {};
 
   ContextWindow(Config config) {

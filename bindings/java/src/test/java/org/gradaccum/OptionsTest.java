@@ -146,7 +146,7 @@ class OptionsTest {
         }
       }
       assertEquals(StepResult.class.getRecordComponents().length, number);
-      long[] copied = new long[number];
+      long[] copied = new long[StepResult.WORDS];
       fields.copy(copied);
       assertEquals(StepResult.read(fields), StepResult.of(copied));
     }
