@@ -12,11 +12,31 @@ import pathlib
 import tarfile
 import time
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 # What an archive gets under a name: the bytes, or a file to read them from. A link is stored as one in a tarball, and
 # as what it points to elsewhere.
 Content = bytes | pathlib.Path
+
+# The licences of what packages contain, by the names of their texts.
+SPDX = {
+    "LICENSE": "Apache-2.0",
+    "nlohmann-json": "MIT",
+    "xxhash": "BSD-2-Clause",
+    "libcxx": "Apache-2.0 WITH LLVM-exception",
+    "libcxxabi": "Apache-2.0 WITH LLVM-exception",
+    "libunwind": "Apache-2.0 WITH LLVM-exception",
+    "onednn-LICENSE": "Apache-2.0",
+    "onednn-THIRD-PARTY-PROGRAMS": "BSD-3-Clause AND BSL-1.0",  # those of its sources for the CPU
+    "libgomp": "GPL-3.0-or-later WITH GCC-exception-3.1",
+    "cuda": "LicenseRef-CUDA",
+}
+
+
+def expression_of(licences: Iterable[str]) -> str:
+    """The SPDX expression of a package with these texts."""
+    terms = {term for path in licences for term in SPDX[pathlib.PurePath(path).stem].split(" AND ")}
+    return " AND ".join(sorted(terms))
 
 
 def contents_of(folder: pathlib.Path) -> dict[str, Content]:
