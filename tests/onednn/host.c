@@ -7,15 +7,41 @@
  *   host refuses <words of the message> [library that the program has loaded]
  *   host retries <folder of the module>     the first call is refused, the second is not
  *   host faults <words of the message>      the engine fails during a product
+ *   host moves <folder>                     the first call is refused; then the engine of a folder in this one whose name
+ *                                           is not in ASCII fails during a product
  *   host refuses_bf16 <words of the message>
  *
  * Exits with 0 if everything is as expected, or 77 if the library to load is not on this machine. */
-#include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "gradaccum/gradaccum.h"
+
+#ifdef _WIN32
+#include <wchar.h>
+
+/* Its tests have no oneDNN for the program to load. */
+static const char* load(const char* library) { return library; }
+static void look_in(const char* folder, int in_unicode) {
+  wchar_t variable[4096];
+  swprintf(variable, 4096, L"GA_MODULE_PATH=%hs%ls", folder,
+           in_unicode ? L"/gr\u00f6\u00dfe" : L"");
+  _wputenv(variable);
+}
+#else
+#include <dlfcn.h>
+
+/* Returns NULL, or why the library was not loaded. */
+static const char* load(const char* library) {
+  return dlopen(library, RTLD_NOW | RTLD_GLOBAL) ? NULL : dlerror();
+}
+static void look_in(const char* folder, int in_unicode) {
+  char path[4096];
+  snprintf(path, sizeof path, "%s%s", folder, in_unicode ? "/gr\303\266\303\237e" : "");
+  setenv("GA_MODULE_PATH", path, 1);
+}
+#endif
 
 #define CHECK(condition)                                                                    \
   do {                                                                                      \
@@ -110,8 +136,9 @@ static void expect_refusal_of_bf16(const char* words) {
 int main(int argc, char** argv) {
   const char* how = argc > 1 ? argv[1] : "";
   const char* words = argc > 2 ? argv[2] : "";
-  if (argc > 3 && !dlopen(argv[3], RTLD_NOW | RTLD_GLOBAL)) {
-    printf("skipped: %s\n", dlerror());
+  const char* missing = argc > 3 ? load(argv[3]) : NULL;
+  if (missing) {
+    printf("skipped: %s\n", missing);
     return 77;
   }
   begin();
@@ -130,10 +157,15 @@ int main(int argc, char** argv) {
     finish(1);
   } else if (strcmp(how, "retries") == 0) {
     expect_refusal("has interface 999");
-    setenv("GA_MODULE_PATH", words, 1);
+    look_in(words, 0);
     CHECK(matmul() == GA_OK);
     finish(0);
-  } else if (strcmp(how, "faults") == 0) {
+  } else if (strcmp(how, "faults") == 0 || strcmp(how, "moves") == 0) {
+    if (how[0] == 'm') {
+      expect_refusal("has interface 999");
+      look_in(words, 1);
+      words = "the engine broke";
+    }
     CHECK(matmul() == GA_ERROR_FAULT);
     printf("%s\n", ga_last_error());
     CHECK(strstr(ga_last_error(), words));
@@ -143,7 +175,7 @@ int main(int argc, char** argv) {
     CHECK(ga_micro_begin(ctx, 0, 1, NULL) == GA_OK);
     finish(1);
   } else {
-    fprintf(stderr, "host works | refuses | retries | faults | refuses_bf16\n");
+    fprintf(stderr, "host works | refuses | retries | faults | moves | refuses_bf16\n");
     return 2;
   }
   ga_context_destroy(ctx);

@@ -129,8 +129,9 @@ void* find_symbol(void* library, const char* name) {
 }
 
 const char* library_error() {
+  const DWORD error = GetLastError();  // which a thread's first use of the text below may change
   thread_local std::string text;
-  text = message_of(GetLastError());
+  text = message_of(error);
   return text.c_str();
 }
 

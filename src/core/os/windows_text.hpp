@@ -65,7 +65,11 @@ inline std::string message_of(DWORD error) {
       length = FormatMessageW(kFlags, nullptr, error, language, text,
                               static_cast<DWORD>(std::size(text)), nullptr);
   while (length > 0 && (text[length - 1] <= L' ' || text[length - 1] == L'.')) --length;
-  return length > 0 ? utf8({text, length}) : "error " + std::to_string(error) + " of Windows";
+  if (length == 0) return "error " + std::to_string(error) + " of Windows";
+  std::string message = utf8({text, length});
+  if (const size_t at = message.find("%1"); at != std::string::npos)
+    message.replace(at, 2, "the file");
+  return message;
 }
 
 }  // namespace ga::os
