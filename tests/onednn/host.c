@@ -10,6 +10,7 @@
  *   host moves <folder>                     the first call is refused; then the engine of a folder in this one whose name
  *                                           is not in ASCII fails during a product
  *   host refuses_bf16 <words of the message>
+ *   host no_device <words of the message>   no device of CUDA, and the reason
  *
  * Exits with 0 if everything is as expected, or 77 if the library to load is not on this machine. */
 #include <stdio.h>
@@ -133,6 +134,19 @@ static void expect_refusal_of_bf16(const char* words) {
   CHECK(strstr(ga_last_error(), words));
 }
 
+static void expect_no_device(const char* words) {
+  ga_config config;
+  ga_context* none = NULL;
+  int32_t count = -1;
+  CHECK(ga_device_count(GA_DEVICE_CUDA, &count) == GA_OK && count == 0);
+  CHECK(strstr(ga_last_error(), words));
+  CHECK(ga_config_init(&config, sizeof config) == GA_OK);
+  config.device = GA_DEVICE_CUDA;
+  CHECK(ga_context_create(&config, &none) == GA_ERROR_UNSUPPORTED && !none);
+  printf("%s\n", ga_last_error());
+  CHECK(strstr(ga_last_error(), words));
+}
+
 int main(int argc, char** argv) {
   const char* how = argc > 1 ? argv[1] : "";
   const char* words = argc > 2 ? argv[2] : "";
@@ -142,8 +156,8 @@ int main(int argc, char** argv) {
     return 77;
   }
   begin();
-  if (strcmp(how, "refuses_bf16") == 0) {
-    expect_refusal_of_bf16(words);
+  if (strcmp(how, "refuses_bf16") == 0 || strcmp(how, "no_device") == 0) {
+    (how[0] == 'r' ? expect_refusal_of_bf16 : expect_no_device)(words);
     ga_context_destroy(ctx);
     return 0;
   }
@@ -175,7 +189,7 @@ int main(int argc, char** argv) {
     CHECK(ga_micro_begin(ctx, 0, 1, NULL) == GA_OK);
     finish(1);
   } else {
-    fprintf(stderr, "host works | refuses | retries | faults | moves | refuses_bf16\n");
+    fprintf(stderr, "host works | refuses | retries | faults | moves | refuses_bf16 | no_device\n");
     return 2;
   }
   ga_context_destroy(ctx);
