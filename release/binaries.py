@@ -29,6 +29,25 @@ def tool(*command: object) -> str:
     return subprocess.run([str(part) for part in command], stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
+def exported_by(library: pathlib.Path) -> list[str]:
+    """By a library for macOS."""
+    return re.findall(r"^[0-9a-f]+ \w (\S+)$", tool("llvm-nm", "-gU", library), re.M)
+
+
+def faults_of_archive(system: System, archive: pathlib.Path, library: pathlib.Path) -> list[str]:
+    """What is wrong with a static library for macOS, beside the shared one."""
+    kind, _, processor = system.name.partition("-")
+    if kind != "macos":
+        return []
+    text = tool("llvm-objdump", "--macho", "--private-headers", archive)
+    members = tool("llvm-ar", "t", archive).split()
+    faults = [f"not all members are for {processor}"] if text.count(f" {processor.upper()} ") != len(members) else []
+    if len(re.findall(rf"\bminos {re.escape(OLDEST_MAC)}$", text, re.M)) != len(members):
+        faults.append(f"not all members are for macOS from {OLDEST_MAC} on")
+    missing = {name for name in exported_by(library) if name.startswith("_ga_")} - set(exported_by(archive))
+    return faults + [f"it has no {name}" for name in sorted(missing)]
+
+
 def faults_of(system: System, path: pathlib.Path) -> list[str]:
     """What is wrong with a library or a module for one of these systems."""
     kind, _, processor = system.name.partition("-")
@@ -42,7 +61,7 @@ def faults_of(system: System, path: pathlib.Path) -> list[str]:
     elif kind == "macos":
         text = tool("llvm-objdump", "--macho", "--private-headers", path)
         needed = re.findall(r"cmd LC_LOAD\w*_DYLIB\n.*\n\s+name (\S+)", text)
-        exported = re.findall(r"^[0-9a-f]+ \w (\S+)$", tool("llvm-nm", "-gU", path), re.M)
+        exported = exported_by(path)
         own = re.findall(r"cmd LC_ID_DYLIB\n.*\n\s+name (\S+)", text)
         if path.name == system.library and own != [f"@rpath/{path.name}"]:
             faults.append(f"its name is {own}")

@@ -18,7 +18,7 @@ macro(ga_zig_target name)
     set(CMAKE_${language}_COMPILER_RANLIB "${zig}")
   endforeach()
   set(CMAKE_AR "${zig}")
-  set(CMAKE_RANLIB "${zig}")
+  set(CMAKE_RANLIB /bin/true)  # which CMake calls by itself when it installs for macOS: see zig_rules.cmake
   set(CMAKE_USER_MAKE_RULES_OVERRIDE "${CMAKE_CURRENT_LIST_DIR}/zig_rules.cmake")
 endmacro()
 
