@@ -201,6 +201,23 @@ def test_a_lent_gradient_is_the_librarys_until_the_step() -> None:
     np.testing.assert_array_equal(second, np.full((2, 3), 2))
 
 
+@pytest.mark.parametrize("life", list(ga.GradientLife))
+def test_the_owner_of_an_address_is_kept_as_a_tensor_is(life: ga.GradientLife) -> None:
+    context, param = live(life=life)
+    is_kept = life != ga.GradientLife.CONSUMED
+    for by_part in (False, True):
+        gradient = np.ones((2, 3), np.float32)
+        references = sys.getrefcount(gradient)
+        if by_part:
+            with context.micro_batch() as micro:
+                micro.accumulate(param, gradient.ctypes.data, owner=gradient)
+        else:
+            context.accumulate([gradient.ctypes.data], owners=[gradient])
+        assert sys.getrefcount(gradient) == references + is_kept
+        context.step()
+        assert sys.getrefcount(gradient) == references
+
+
 def test_what_cannot_be_written_is_not_lent() -> None:
     context, param = live(life=ga.GradientLife.LENT)
     gradient = np.zeros((2, 3), np.float32)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from . import _native, _raw
@@ -35,7 +36,7 @@ class Kept:
             while self._loans and not self._is_read(c, self._loans[0][0]):
                 self._loans.popleft()
 
-    def added_all(self, c: int, loans: list[Any]) -> None:
+    def added_all(self, c: int, loans: Sequence[Any]) -> None:
         """A micro-batch was added as a whole."""
         if self.live:
             self._ask(c, 0)

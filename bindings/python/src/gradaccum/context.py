@@ -216,17 +216,21 @@ class Context(ContextMembers):
         gradients: Sequence[TensorLike | int | None],
         weight: float = 1.0,
         options: MicroOptions | None = None,
+        *,
+        owners: Sequence[object] | None = None,
     ) -> None:
         """Adds a micro-batch to the window.
 
         gradients: one for each parameter and flat block in the order they were added; None: none in this
         micro-batch. An int is an address of memory like that of the parameter, which nobody can check.
         weight: samples, tokens, or 1.
+        owners: of gradients that are addresses: objects that own the memory, one for each gradient or None. The
+        context keeps them as long as the library reads it.
         """
         with self._guard as c:
             loans = _native.borrow_all(gradients, self._expected)
             _native.ga_accumulate(c, loans, weight, None if options is None else options._write())
-            self._kept.added_all(c, loans)
+            self._kept.added_all(c, loans if owners is None else owners)
 
     def micro_batch(
         self, weight: float = 1.0, *, index: int = -1, options: MicroOptions | None = None

@@ -90,8 +90,8 @@ class MicroBatch:
             _raw.ga_micro_abort(c)
             self.context._kept.release(c)
 
-    def accumulate(self, param: Param, gradient: TensorLike | int) -> None:
-        """Adds a gradient to one parameter. An int is an address, as in Context.accumulate()."""
+    def accumulate(self, param: Param, gradient: TensorLike | int, *, owner: object = None) -> None:
+        """Adds a gradient to one parameter. An int is an address, whose memory owner owns: see Context.accumulate()."""
         context = self.context
         with context._guard as c:
             id = context._own(param)
@@ -99,7 +99,7 @@ class MicroBatch:
             if type(gradient) is not int:
                 loan = _native.borrow(gradient, param._gradient)
             _native.ga_accumulate_part(c, id, loan)
-            context._kept.added(c, loan)
+            context._kept.added(c, loan if owner is None else owner)
 
     def accumulate_rows(self, param: Param, indices: TensorLike, values: TensorLike) -> None:
         """Adds a gradient that has only some rows: values[i] to row indices[i]. Needs ParamOptions.rows."""
