@@ -563,8 +563,6 @@ def test_refusals(task: Task) -> None:
         gt.SGD([torch.nn.Parameter(torch.ones(4, 4)[:, ::2])])
     with pytest.raises(ValueError, match="accum_steps"):
         gt.SGD(net.parameters(), accum_steps=0)
-    with pytest.raises(ValueError, match="gradient_life"):
-        gt.SGD(net.parameters(), config=ga.Config(gradient_life=ga.GradientLife.LIVE))
     with pytest.raises(ga.Error, match="lr"):
         gt.SGD(net.parameters(), lr=math.nan)
     optimizer = gt.SGD(net.parameters())

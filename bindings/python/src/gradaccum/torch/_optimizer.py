@@ -61,7 +61,9 @@ class Optimizer(torch.optim.Optimizer):
     weight of a micro-batch: of how many samples or tokens its loss is the mean. The default of 1 is right only
     if all micro-batches are as large.
     clip: of the window's gradient, in place of ``clip_grad_norm_``. loss_scaler: in place of a GradScaler.
-    config: policies of the window; its device, stream and accum_steps are set here.
+    config: policies of the window; its device, stream and accum_steps are set here. With a ``gradient_life``
+    of LIVE, the library reads the first gradients of a window where torch has them, until the second micro-batch or
+    ``step``; with LENT it adds to them there until ``step``. A program that has kept one must not write to it until then.
     param_options: of all parameters. A group may have the key ``rows``: ``gradaccum.Rows`` of embeddings with
     sparse gradients; and those of ``ParamOptions`` that say how Muon cuts a parameter into matrices: ``batch_axes``,
     ``output_axis``, ``split_axis``, ``matrix_parts``, of which those that are left out are 0.
@@ -147,9 +149,11 @@ class Optimizer(torch.optim.Optimizer):
         by_shape = kind.by_shape or (clip is not None and clip.scope == ClipScope.AGC)
         self._parameters = Parameters(kind, self._param_options, device, by_shape)
         config = self._config = Config() if config is None else config
-        if config.gradient_life != GradientLife.CONSUMED:
+        is_alone = device.type == "cpu" and ddp is None and data_mesh is None
+        if config.gradient_life != GradientLife.CONSUMED and not is_alone:
             raise ValueError(
-                "gradient_life was LIVE, but gradients of torch are freed as soon as they are taken"
+                f"gradient_life was {config.gradient_life.name}, which is not supported with ddp= and data_mesh=, nor on a "
+                "GPU: torch may overwrite gradients before the step has read them"
             )
         self._eager = eager or config.eager
         self._drops = config.nonfinite == Nonfinite.DROP_MICRO
@@ -363,19 +367,19 @@ class Optimizer(torch.optim.Optimizer):
         options = _options(last, loss_scale)
         self._layers.tell(self._streams, self._ranks)
         gradients = self._parameters.gradients()
-        alive: list[Tensor] = []
         if self._parameters.are_plain(gradients):
-            self.context.accumulate(list(map(Tensor.data_ptr, gradients)), weight, options)
+            self.context.accumulate(list(map(Tensor.data_ptr, gradients)), weight, options, owners=gradients)
             self._all_touched = True
         elif not any(map(is_sparse, gradients)):
-            addresses: list[int | None] = [None] * self.context.slot_count
+            given: list[Tensor | None] = [None] * self.context.slot_count
             for gradient, slot in zip(gradients, self._parameters.slots, strict=True):
                 if gradient is not None:
-                    alive.append(gradient if fits(gradient, slot) else like(gradient, slot))
-                    addresses[slot.place] = address_of(alive[-1])
+                    given[slot.place] = gradient if fits(gradient, slot) else like(gradient, slot)
                     slot.touched = True
-            self.context.accumulate(addresses, weight, options)
+            addresses = [None if gradient is None else address_of(gradient) for gradient in given]
+            self.context.accumulate(addresses, weight, options, owners=given)
         else:
+            alive: list[Tensor] = []
             with self.context.micro_batch(weight, options=options) as micro:
                 for gradient, slot in zip(gradients, self._parameters.slots, strict=True):
                     if gradient is not None:

@@ -113,7 +113,7 @@ def add(micro: MicroBatch, slot: Slot, gradient: Tensor) -> list[Tensor]:
         raise ValueError(f'the gradient of parameter "{slot.own.name}" has the layout {gradient.layout}')
     if not fits(gradient, slot):
         gradient = like(gradient, slot)
-    micro.accumulate(slot.own, address_of(gradient))
+    micro.accumulate(slot.own, address_of(gradient), owner=gradient)
     return [gradient]
 
 
