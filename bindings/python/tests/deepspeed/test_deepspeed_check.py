@@ -80,8 +80,9 @@ def work(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
-    start: Any = torch.multiprocessing.spawn
-    start(work, args=(str(folder),), nprocs=2)
+    multiprocessing: Any = torch.multiprocessing
+    multiprocessing.set_forkserver_preload(["deepspeed", "gradaccum.check", "torch._dynamo", "pytest"])
+    multiprocessing.start_processes(work, args=(str(folder),), nprocs=2, start_method="forkserver")
     return [torch.load(pathlib.Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(2)]
 
 

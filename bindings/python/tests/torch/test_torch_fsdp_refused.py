@@ -450,8 +450,7 @@ def silent(rank: int, folder: str) -> None:
 
 
 def test_a_rank_that_ends_is_an_error(tmp_path: pathlib.Path) -> None:
-    start: Any = torch.multiprocessing.spawn
-    start(silent, args=(str(tmp_path),), nprocs=2)
+    ranks.start(2, silent, str(tmp_path))
     assert "a rank did not come to the same call of the optimizer" in (tmp_path / "error").read_text()
 
 

@@ -2,10 +2,10 @@
 """Two processes under DistributedDataParallel."""
 
 import pathlib
-from typing import Any
 
 import gradaccum.torch as gt
 import pytest
+import ranks
 import torch
 from conftest import Task, close, train
 
@@ -43,8 +43,7 @@ def rank_of_two(rank: int, folder: str) -> None:
 
 
 def test_two_processes_are_one(tmp_path: pathlib.Path) -> None:
-    start: Any = torch.multiprocessing.spawn
-    start(rank_of_two, args=(str(tmp_path),), nprocs=2)
+    ranks.start(2, rank_of_two, str(tmp_path))
     task = Task()
     want = train(task, lambda params: torch.optim.AdamW(params, lr=0.01), steps=6)
     for rank in range(2):

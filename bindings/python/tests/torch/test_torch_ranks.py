@@ -278,6 +278,5 @@ def silent(rank: int, folder: str, ends: bool) -> None:
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_rank_that_does_not_come_is_an_error(ends: bool, tmp_path: pathlib.Path) -> None:
-    start: Any = torch.multiprocessing.spawn
-    start(silent, args=(str(tmp_path), ends), nprocs=2)
+    ranks.start(2, silent, str(tmp_path), ends)
     assert "a rank of ddp did not come to the same" in (tmp_path / "error").read_text()
