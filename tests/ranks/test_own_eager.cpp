@@ -3,6 +3,7 @@
 // Updates ahead of ga_step (ga_config.eager) on ranks with parameters of their own.
 #include <algorithm>
 #include <cstdlib>
+#include <tuple>
 
 #include "own_parameters.hpp"
 
@@ -29,31 +30,36 @@ int64_t parameters_of(int32_t rank, int32_t ranks) {
   return count;
 }
 
+using Training = std::tuple<double, ga_optimizer_kind>;  // max_norm, and an optimizer
+
+class OwnEagerTraining : public testing::TestWithParam<Training> {};
+
 // The bits of ga_step alone, with as many threads as there may be: clipped or not, for each optimizer that others
 // treat in another way, in windows of which one has a NaN.
-TEST(OwnEager, TheBitsOfOneUpdateAtTheEnd) {
-  for (const double max_norm : {0.0, 1e6, 0.01}) {
-    for (const int32_t kind : {GA_OPTIMIZER_ADAMW, GA_OPTIMIZER_SGD, GA_OPTIMIZER_ADOPT}) {
-      for (const int32_t ranks : {1, 2, 4}) {
-        Options o = unclipped();
-        o.max_norm = max_norm;
-        o.optimizer = optimizer(kind);
-        o.nan_in = 1;
-        const Outcome want = train(o, ranks, "", 0, kWindows * kMicros, "");
-        EXPECT_EQ(want.results[1].outcome, GA_STEP_SKIPPED_NONFINITE);
-        for (const int32_t threads : {0, 1, 2}) {
-          SCOPED_TRACE(testing::Message()
-                       << max_norm << ' ' << kind << ' ' << ranks << ' ' << threads);
-          const Outcome got = train(eager(o, threads), ranks, "", 0, kWindows * kMicros, "");
-          expect_same(got, want);
-          if (threads > 0) continue;  // which may be late
-          EXPECT_EQ(got.results[0].eager, parameters_of(0, ranks));
-          EXPECT_EQ(got.results[2].eager_redone, max_norm == 0.01 ? got.results[2].eager : 0);
-        }
-      }
+TEST_P(OwnEagerTraining, HasTheBitsOfOneUpdateAtTheEnd) {
+  const auto [max_norm, kind] = GetParam();
+  for (const int32_t ranks : {1, 2, 4}) {
+    Options o = unclipped();
+    o.max_norm = max_norm;
+    o.optimizer = optimizer(kind);
+    o.nan_in = 1;
+    const Outcome want = train(o, ranks, "", 0, kWindows * kMicros, "");
+    EXPECT_EQ(want.results[1].outcome, GA_STEP_SKIPPED_NONFINITE);
+    for (const int32_t threads : {0, 1, 2}) {
+      SCOPED_TRACE(testing::Message() << ranks << " ranks, " << threads << " threads");
+      const Outcome got = train(eager(o, threads), ranks, "", 0, kWindows * kMicros, "");
+      expect_same(got, want);
+      if (threads > 0) continue;  // which may be late
+      EXPECT_EQ(got.results[0].eager, parameters_of(0, ranks));
+      EXPECT_EQ(got.results[2].eager_redone, max_norm == 0.01 ? got.results[2].eager : 0);
     }
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(All, OwnEagerTraining,
+                         testing::Combine(testing::Values(0.0, 1e6, 0.01),
+                                          testing::Values(GA_OPTIMIZER_ADAMW, GA_OPTIMIZER_SGD,
+                                                          GA_OPTIMIZER_ADOPT)));
 
 // A window that some rank discards, and one whose weight is 0 on a rank or on all.
 TEST(OwnEager, WindowsThatEndOtherwise) {
