@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Which part of each parameter a rank adds up, takes norms of and, where the optimizer is sharded, keeps the state of.
-// The same on every rank, since all have added the same parameters.
+// Every rank divides the parameters in the same way without asking the others, since all have added the same ones.
 #pragma once
 
 #include <cstdint>

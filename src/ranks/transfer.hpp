@@ -97,14 +97,14 @@ class Transfer {
   Buffer room_;               // of a group of buckets
   std::vector<Buffer> wide_;  // by parameter: sums in f32 of a 16-bit accumulator
   std::vector<ParamSums> param_sums_;
-  // Of one bucket.
+  // What the bucket works with that is being moved.
   std::vector<Partial> partials_;
   Buffer device_partials_, device_pairs_;
   std::vector<AccumulateTask> tasks_;
   std::vector<int64_t> starts_;  // of the tasks in the block
   std::vector<FinishTask> moves_;
   std::vector<Pair> pairs_;
-  // Of measure_rest().
+  // What measure_rest() works with.
   std::vector<NormTask> norms_;
   std::vector<Numbers> numbers_;
   std::vector<ga_param> measured_;

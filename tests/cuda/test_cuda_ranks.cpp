@@ -427,6 +427,27 @@ TEST_F(CudaRanks, TheHostWaitsForNothing) {
   }
 }
 
+// Norms are taken of the sums of all ranks, in one launch before the decision, which takes none any more.
+TEST_F(CudaRanks, NormsAreTakenOnce) {
+  const Layout l = layout();
+  on_devices(1, [&](int32_t, ga_comm* comm, const Stream& stream) {
+    const Parameters p(parameters(l, 3));
+    const Block g = gradients(l, 5, 0);
+    Context ctx(on(config(), stream));
+    add_all(ctx, ctx.group(optimizer(GA_OPTIMIZER_ADAMW)), l, p.data());
+    const ga_clip norm = clip(GA_CLIP_GLOBAL, 0.5);
+    ASSERT_OK(ga_context_set_clip(ctx, &norm));
+    ASSERT_OK(ga_context_set_comm(ctx, comm, nullptr));
+    sim::reset_counters();
+    ASSERT_OK(ga_accumulate(ctx, pointers(l, g).data(), l.size(), 1, nullptr));
+    ASSERT_OK(ga_step(ctx, nullptr));
+    int64_t launches = 0;
+    for (const auto& [kernel, n] : sim::counters().by_kernel)
+      if (kernel.find("Norm") != std::string::npos) launches += n;
+    EXPECT_EQ(launches, 1);
+  });
+}
+
 // Windows of 2 micro-batches, by calls and by replays of a graph, in which one tensor has a gradient on some
 // ranks and another one on none.
 TEST_F(CudaRanks, AWindowInAGraph) {
