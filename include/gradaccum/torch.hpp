@@ -120,7 +120,10 @@ class GroupOptions : public OptimizerOptions {
 // The options of an Optimizer.
 struct Options {
   // Policies of the window. num_threads: default: as many as torch has. accum_steps: K. Refused are
-  // another device than the CPU, eager, and a gradient_life other than GA_GRADIENTS_CONSUMED.
+  // another device than the CPU, and eager. With a gradient_life of GA_GRADIENTS_LIVE, the library
+  // reads the first gradients of a window where torch has them, until the second micro-batch or
+  // step(); with GA_GRADIENTS_LENT it adds to them there until step(). A program that has kept one
+  // must not write to it until then.
   Config config;
   std::optional<ga_clip> clip;  // of the window's gradient, in place of clip_grad_norm_
   std::optional<ga_loss_scaler> loss_scaler;          // a dynamic loss scale: see scale_loss()
@@ -410,15 +413,73 @@ inline Tensor like(const Tensor& gradient, const Slot& slot) {
   return ::torch::empty_strided(slot.shape, slot.strides, slot.dtype).copy_(gradient);
 }
 
+// Gradients that the library may still read, by the numbers that it gives them.
+class KeptGradients {
+ public:
+  // live: gradients may be read after the call, or the micro-batch, that has brought them.
+  KeptGradients(const Context& context, bool live) : context_(context), is_live_(live) {}
+
+  // A micro-batch was opened.
+  void opened() { keeps_parts_ = is_live_ || context_.gradients_kept().until_micro_end != 0; }
+
+  // The gradient that came last, by part, is in these tensors.
+  void add(std::initializer_list<Tensor> tensors) {
+    if (!keeps_parts_) return;
+    const std::int64_t number = context_.gradients_kept(last_ + 1).latest;
+    for (const Tensor& tensor : tensors) add(number, tensor);
+  }
+  // So many gradients will come: what add_all() needs is then there.
+  void reserve(std::size_t count) {
+    if (is_live_) kept_.reserve(kept_.size() + count);
+  }
+  // A micro-batch came as a whole, of these gradients.
+  void add_all(const std::vector<Tensor>& gradients) {
+    if (!is_live_) return;
+    std::int64_t number =
+        context_.gradients_kept(last_ + 1).latest - static_cast<std::int64_t>(gradients.size());
+    for (const Tensor& gradient : gradients) {
+      ++number;
+      if (gradient.defined()) add(number, gradient);
+    }
+    release();
+  }
+  // Lets go of what is not read any more.
+  void release() {
+    std::int64_t read = 0;  // the first gradient from the one last asked for on that is
+    const auto is_free = [this, &read](const Entry& entry) {
+      if (read < entry.number) read = context_.gradients_kept(entry.number).oldest;
+      return read != entry.number;
+    };
+    kept_.erase(std::remove_if(kept_.begin(), kept_.end(), is_free), kept_.end());
+  }
+
+ private:
+  struct Entry {
+    std::int64_t number;
+    Tensor tensor;
+  };
+
+  void add(std::int64_t number, const Tensor& tensor) {
+    kept_.push_back({number, tensor});
+    last_ = number;
+  }
+
+  const Context& context_;
+  const bool is_live_;
+  bool keeps_parts_ = false;  // in the open micro-batch
+  std::vector<Entry> kept_;   // in the order of the numbers
+  std::int64_t last_ = 0;     // the highest of them so far
+};
+
 // What the hooks of parameters share with the optimizer. It does not move when the optimizer does.
 struct State {
-  explicit State(const Config& config) : context(config) {}
+  explicit State(const Config& config)
+      : context(config), kept(context, config.gradient_life != GA_GRADIENTS_CONSUMED) {}
 
   Context context;
+  KeptGradients kept;
   std::vector<Slot> slots;
   gradaccum::MicroBatch* open = nullptr;
-  bool keeps = false;         // whether the gradients of the open micro-batch are read at its end
-  std::vector<Tensor> kept;   // those gradients
   bool any = false;           // whether the open micro-batch has a gradient
   bool is_scaled = false;     // whether scale_loss() was called since the last micro-batch
   bool is_explicit = false;   // whether a micro-batch of the window came otherwise than by step()
@@ -432,18 +493,15 @@ struct State {
     if (gradient.layout() == c10::kSparse) {
       const Tensor indices = gradient._indices().select(0, 0).contiguous();
       const Tensor values = gradient._values().to(slot.dtype).contiguous();
-      keep({indices, values});
       micro.accumulate_rows(slot.param, indices.const_data_ptr<std::int64_t>(), indices.numel(),
                             values.const_data_ptr());
+      kept.add({indices, values});
     } else {
       if (!fits(gradient, slot)) gradient = like(gradient, slot);
-      keep({gradient});
       micro.accumulate_part(slot.param, gradient.const_data_ptr());
+      kept.add({gradient});
     }
     any = slot.touched = true;
-  }
-  void keep(std::initializer_list<Tensor> tensors) {
-    if (keeps) kept.insert(kept.end(), tensors);
   }
 
   // Called by the hook of a parameter: takes its gradient out of .grad.
@@ -471,6 +529,7 @@ struct State {
   void window_ended() {
     is_explicit = false;
     for (Slot& slot : slots) slot.touched = false;
+    kept.release();
   }
   // Tells autograd that the library has written parameters.
   void written(bool all) {
@@ -520,7 +579,7 @@ class OpenMicroBatch {
   OpenMicroBatch(State& state, double weight, bool owns)
       : state_(state), owns_(owns), micro_(state.context.micro_begin(-1, weight)) {
     state.any = false;
-    state.keeps = state.context.gradients_kept().until_micro_end != 0;
+    state.kept.opened();
     state.open = &micro_;
   }
   OpenMicroBatch(OpenMicroBatch&&) = delete;
@@ -533,13 +592,13 @@ class OpenMicroBatch {
     } catch (const Error&) {  // something was added
       state_.window_ended();
     }
-    state_.kept.clear();
+    state_.kept.release();
   }
   gradaccum::MicroBatch& operator*() noexcept { return micro_; }
   void end() {
     micro_.end();
     ended_ = true;
-    state_.kept.clear();
+    state_.kept.release();
   }
 
  private:
@@ -845,11 +904,6 @@ class Optimizer : public ::torch::optim::Optimizer {
           "config.device was not GA_DEVICE_CPU: gradaccum::torch::Optimizer is for parameters on "
           "the CPU");
     }
-    if (config.gradient_life != GA_GRADIENTS_CONSUMED) {
-      refuse(
-          "config.gradient_life was not GA_GRADIENTS_CONSUMED, but gradients of torch are freed as "
-          "soon as they are taken");
-    }
     if (config.eager != 0) {
       refuse("config.eager was 1, which gradaccum::torch::Optimizer does not support");
     }
@@ -1059,7 +1113,6 @@ class Optimizer : public ::torch::optim::Optimizer {
       any_sparse = any_sparse || gradient.layout() != c10::kStrided;
     }
     const bool is_first = begin();
-    std::vector<Tensor> alive;
     state_->any = false;
     if (any_sparse) {
       detail::OpenMicroBatch open(*state_, weight, false);
@@ -1068,15 +1121,18 @@ class Optimizer : public ::torch::optim::Optimizer {
       }
       open.end();
     } else {
-      std::vector<const void*> addresses(context().slot_count(), nullptr);
+      std::vector<Tensor> gradients(context().slot_count());
+      std::vector<const void*> addresses(gradients.size(), nullptr);
       for (detail::Slot& slot : state_->slots) {
         Tensor gradient = slot.tensor.grad();
         if (!gradient.defined()) continue;
         if (!detail::fits(gradient, slot)) gradient = detail::like(gradient, slot);
         addresses[slot.place] = gradient.const_data_ptr();
-        alive.push_back(std::move(gradient));
+        gradients[slot.place] = std::move(gradient);
       }
+      state_->kept.reserve(gradients.size());
       context().accumulate(addresses, weight);
+      state_->kept.add_all(gradients);
       for (detail::Slot& slot : state_->slots) {
         if (addresses[slot.place]) slot.touched = state_->any = true;
       }

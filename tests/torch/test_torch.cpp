@@ -953,8 +953,9 @@ TEST(Loop, WhatTheLibraryCannotUseIsRefusedByName) {
   options.config.eager = 1;
   refuses(GA_ERROR_UNSUPPORTED, "config.eager", [&] { make(w, sgd, options); });
   options = {};
-  options.config.gradient_life = GA_GRADIENTS_LIVE;
-  refuses(GA_ERROR_UNSUPPORTED, "config.gradient_life", [&] { make(w, sgd, options); });
+  options.config.gradient_life = GA_GRADIENTS_LENT;
+  options.config.nonfinite = GA_NONFINITE_DROP_MICRO;
+  refuses(GA_ERROR_UNSUPPORTED, "GA_GRADIENTS_LENT", [&] { make(w, sgd, options); });
   options = {};
   options.config.device = GA_DEVICE_CUDA;
   refuses(GA_ERROR_UNSUPPORTED, "config.device", [&] { make(w, sgd, options); });
@@ -1000,6 +1001,89 @@ TEST(Loop, ThePageRuns) {
     EXPECT_EQ(optimizer.context().optimizer(gradaccum::Group{1}).kind, GA_OPTIMIZER_ADAMW);
     EXPECT_EQ(optimizer.context().lr(gradaccum::Group{1}), 3e-4);
   }
+}
+
+// ---- Gradients that live until the step, or are lent ---------------------------------------------
+
+// Windows of one and of several micro-batches; each window takes its gradients in another way.
+std::vector<Tensor> train_with(ga_gradient_life life) {
+  Model model = make_model(torch::kFloat);
+  Options options;
+  options.config.gradient_life = life;
+  Optimizer optimizer(model->parameters(), optim::AdamWOptions(0.01), options);
+  for (int window = 0; window < 8; ++window) {
+    const Tensor batch = batch_of(window);
+    for (const Tensor& x : window % 4 < 2 ? cut(batch, window) : std::vector<Tensor>{batch}) {
+      const Tensor loss = loss_of(model, x);
+      if (window % 2 == 0) {
+        optimizer.backward(loss, samples(x));
+      } else {
+        loss.backward();
+        optimizer.accumulate(samples(x));
+      }
+      batch_of(99).clone();  // takes the memory of gradients that were freed
+    }
+    optimizer.step();
+  }
+  return copies_of(model->parameters());
+}
+
+TEST(GradientLife, DoesNotChangeBits) {
+  const std::vector<Tensor> consumed = train_with(GA_GRADIENTS_CONSUMED);
+  EXPECT_TRUE(same_bits(train_with(GA_GRADIENTS_LIVE), consumed));
+  EXPECT_TRUE(same_bits(train_with(GA_GRADIENTS_LENT), consumed));
+}
+
+// How many owners the memory of a gradient has after each of its window's calls, the test's among them.
+TEST(GradientLife, IsAsLongAsTheLibraryReads) {
+  struct Case {
+    ga_gradient_life life;
+    std::vector<std::size_t>
+        owners;  // of the first gradient, after the first and second accumulate() and step()
+  };
+  for (const auto& [life, owners] :
+       {Case{GA_GRADIENTS_CONSUMED, {1, 1, 1}}, Case{GA_GRADIENTS_LIVE, {2, 1, 1}},
+        Case{GA_GRADIENTS_LENT, {2, 2, 1}}}) {
+    for (const bool by_hooks : {false, true}) {
+      const Tensor w = torch::ones({5}).requires_grad_(), x = torch::rand({5});
+      Options options;
+      options.config.gradient_life = life;
+      Optimizer optimizer(std::vector<Tensor>{w}, optim::SGDOptions(0.5), options);
+      Tensor first;
+      w.register_hook([&first](const Tensor& gradient) {
+        if (!first.defined()) first = gradient.detach();
+      });
+      const auto micro_batch = [&] {
+        if (by_hooks) return optimizer.backward((w * x).sum());
+        (w * x).sum().backward();
+        optimizer.accumulate();
+      };
+      std::vector<std::size_t> found;
+      micro_batch();
+      found.push_back(first.storage().use_count());
+      micro_batch();
+      found.push_back(first.storage().use_count());
+      optimizer.step();
+      found.push_back(first.storage().use_count());
+      EXPECT_EQ(found, owners) << life << " by hooks: " << by_hooks;
+    }
+  }
+}
+
+TEST(GradientLife, OutlivesAMicroBatchThatIsDropped) {
+  const Tensor w = torch::ones({5}).requires_grad_();
+  Options options;
+  options.config.gradient_life = GA_GRADIENTS_LIVE;
+  Optimizer optimizer(std::vector<Tensor>{w}, optim::SGDOptions(0.5), options);
+  (w * torch::full({5}, 3)).sum().backward();
+  const c10::weak_intrusive_ptr<c10::StorageImpl> memory(w.grad().storage().getWeakStorageImpl());
+  optimizer.accumulate();
+  EXPECT_THROW(optimizer.micro_batch(1, [] { throw std::runtime_error("none"); }),
+               std::runtime_error);
+  EXPECT_FALSE(memory.expired());
+  optimizer.step();
+  EXPECT_TRUE(memory.expired());
+  EXPECT_TRUE(torch::equal(w, torch::full({5}, -0.5)));
 }
 
 // ---- Hooks --------------------------------------------------------------------------------------
