@@ -153,19 +153,14 @@ namespace GradAccum {
       if (shape == null) throw new ArgumentNullException("shape");
       RequirePlace("parameter \"" + name + "\"", data);
       Lengths.Require("parameter \"" + name + "\": its memory", data, Lengths.Product("parameter \"" + name + "\"", shape));
-      Pin pin = new Pin(data);
-      try {
-        using (Call call = Begin()) {
-          int param;
-          Raw.ga_param_add(call.Context, Id(group), name, pin.Address, (int)data.DType, shape,
-                           options == null ? null : options.Native, out param);
-          slots = null;
-          handle.Kept.SetParameter(param, pin);
-          pin = null;
-          return new Param(this, param);
-        }
-      } finally {
-        if (pin != null) pin.Release();
+      using (Pin pin = new Pin(data))
+      using (Call call = Begin()) {
+        int param;
+        Raw.ga_param_add(call.Context, Id(group), name, pin.Address, (int)data.DType, shape,
+                         options == null ? null : options.Native, out param);
+        slots = null;
+        handle.Kept.SetParameter(param, pin);
+        return new Param(this, param);
       }
     }
 
@@ -191,24 +186,19 @@ namespace GradAccum {
         Lengths.Require(name + ": the block", data, Lengths.Sum(name, offset, count));
         natives[i] = ga_flat_entry.getCPtr(entries[i].Native).Handle;
       }
-      Pin pin = new Pin(data);
-      try {
-        using (Call call = Begin()) {
-          int first;
-          Raw.ga_params_add_flat(call.Context, pin.Address, (int)data.DType, natives,
-                                 options == null ? null : options.Native, out first);
-          slots = null;
-          Param[] added = new Param[entries.Length];
-          for (int i = 0; i < added.Length; ++i) {
-            pin.Share();
-            handle.Kept.SetParameter(first + i, pin);
-            added[i] = new Param(this, first + i);
-          }
-          return added;
-        }
-      } finally {
-        pin.Release();
+      using (Pin pin = new Pin(data))
+      using (Call call = Begin()) {
+        int first;
+        Raw.ga_params_add_flat(call.Context, pin.Address, (int)data.DType, natives,
+                               options == null ? null : options.Native, out first);
         GC.KeepAlive(entries);
+        slots = null;
+        Param[] added = new Param[entries.Length];
+        for (int i = 0; i < added.Length; ++i) {
+          handle.Kept.SetParameter(first + i, pin);
+          added[i] = new Param(this, first + i);
+        }
+        return added;
       }
     }
 
@@ -229,25 +219,24 @@ namespace GradAccum {
     /// <summary>What the program multiplies its loss by until the next step.</summary>
     public double LossScale {
       get {
-        using (Call call = Begin()) {
-          double scale;
-          IntPtr device;
-          Raw.ga_loss_scale(call.Context, out scale, out device);
-          return scale;
-        }
+        IntPtr device;
+        return ReadLossScale(out device);
       }
     }
 
     /// <summary>The address of the loss scale, a float on the device; 0 for a context on the CPU.</summary>
     public IntPtr DeviceLossScale {
       get {
-        using (Call call = Begin()) {
-          double scale;
-          IntPtr device;
-          Raw.ga_loss_scale(call.Context, out scale, out device);
-          return device;
-        }
+        IntPtr device;
+        ReadLossScale(out device);
+        return device;
       }
+    }
+
+    private double ReadLossScale(out IntPtr device) {
+      double scale;
+      using (Call call = Begin()) Raw.ga_loss_scale(call.Context, out scale, out device);
+      return scale;
     }
 
     /// <summary>

@@ -121,7 +121,7 @@ namespace GradAccum {
         } finally {
           for (int i = 0; i < pinned; ++i) {
             if (pins[i] == null) continue;
-            pins[i].Release();
+            pins[i].Dispose();
             pins[i] = null;
           }
         }

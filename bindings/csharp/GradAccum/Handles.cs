@@ -40,13 +40,9 @@ namespace GradAccum {
         ParamInfo info = Context.Describe(call.Context, Id);
         Context.RequirePlace("parameter \"" + info.Name + "\"", data);
         Lengths.Require("parameter \"" + info.Name + "\": its memory", data, info.Count, info.DType);
-        Pin pin = new Pin(data);
-        try {
+        using (Pin pin = new Pin(data)) {
           Raw.ga_param_bind(call.Context, Id, pin.Address);
           Context.Kept.SetParameter(Id, pin);
-          pin = null;
-        } finally {
-          if (pin != null) pin.Release();
         }
       }
     }
@@ -104,7 +100,7 @@ namespace GradAccum {
         ParamInfo info = Context.Describe(call.Context, Id);
         Context.RequirePlace("the destination", destination);
         Lengths.Require("the destination", destination, info.Count);
-        using (Borrowed to = new Borrowed(destination)) {
+        using (Pin to = new Pin(destination)) {
           Raw.ga_ema_copy_to(call.Context, Id, to.Address, (int)destination.DType);
         }
       }
@@ -162,7 +158,7 @@ namespace GradAccum {
       if (name == null) throw new ArgumentNullException("name");
       byte none = 0;
       using (Call call = Context.Begin())
-      using (Borrowed from = new Borrowed(values)) {
+      using (Pin from = new Pin(values)) {
         IntPtr data = values.Length > 0 ? from.Address : (IntPtr)(&none);
         Raw.ga_state_set(call.Context, Id, name, data, (int)values.DType, values.Length);
       }
@@ -217,7 +213,7 @@ namespace GradAccum {
     /// <param name="positions">The product of the spatial dimensions; 1 without any.</param>
     public void Accumulate(Tensor x, long samples, long positions) {
       using (Call call = Context.Begin())
-      using (Borrowed from = Borrow("x", x, Count(samples, positions))) {
+      using (Pin from = Borrow("x", x, Count(samples, positions))) {
         Raw.ga_bn_accumulate(call.Context, Id, from.Address, samples, positions);
       }
     }
@@ -231,8 +227,8 @@ namespace GradAccum {
       using (Call call = Context.Begin()) {
         RequireStatistics("mean", mean, mean.DType);
         RequireStatistics("spread", spread, mean.DType);
-        using (Borrowed first = new Borrowed(mean))
-        using (Borrowed second = new Borrowed(spread)) {
+        using (Pin first = new Pin(mean))
+        using (Pin second = new Pin(spread)) {
           Raw.ga_bn_accumulate_stats(call.Context, Id, count, first.Address, second.Address, (int)kind, (int)mean.DType);
         }
       }
@@ -246,8 +242,8 @@ namespace GradAccum {
     public void Forward(Tensor x, long samples, long positions, Tensor y) {
       using (Call call = Context.Begin()) {
         long count = Count(samples, positions);
-        using (Borrowed from = Borrow("x", x, count))
-        using (Borrowed to = Borrow("y", y, count)) {
+        using (Pin from = Borrow("x", x, count))
+        using (Pin to = Borrow("y", y, count)) {
           Raw.ga_bn_forward(call.Context, Id, from.Address, samples, positions, to.Address);
         }
       }
@@ -261,8 +257,8 @@ namespace GradAccum {
     public void Infer(Tensor x, long samples, long positions, Tensor y) {
       using (Call call = Context.Begin()) {
         long count = Count(samples, positions);
-        using (Borrowed from = Borrow("x", x, count))
-        using (Borrowed to = Borrow("y", y, count)) {
+        using (Pin from = Borrow("x", x, count))
+        using (Pin to = Borrow("y", y, count)) {
           Raw.ga_bn_infer(call.Context, Id, from.Address, samples, positions, to.Address);
         }
       }
@@ -273,16 +269,7 @@ namespace GradAccum {
     /// <param name="variance">Room for the variance of each channel; null: not wanted.</param>
     /// <returns>How often the running statistics have moved.</returns>
     public long Running(double[] mean, double[] variance) {
-      using (Call call = Context.Begin()) {
-        if (mean != null) RequireStatistics("mean", mean, DType.F64);
-        if (variance != null) RequireStatistics("variance", variance, DType.F64);
-        using (Borrowed first = new Borrowed(mean))
-        using (Borrowed second = new Borrowed(variance)) {
-          long steps;
-          Raw.ga_bn_running(call.Context, Id, first.Address, second.Address, (int)DType.F64, out steps);
-          return steps;
-        }
-      }
+      return Read(Raw.ga_bn_running, mean, variance);
     }
 
     /// <summary>Sets the running statistics. Between windows.</summary>
@@ -293,8 +280,8 @@ namespace GradAccum {
       using (Call call = Context.Begin()) {
         RequireStatistics("mean", mean, mean.DType);
         RequireStatistics("variance", variance, mean.DType);
-        using (Borrowed first = new Borrowed(mean))
-        using (Borrowed second = new Borrowed(variance)) {
+        using (Pin first = new Pin(mean))
+        using (Pin second = new Pin(variance)) {
           Raw.ga_bn_running_set(call.Context, Id, first.Address, second.Address, (int)mean.DType, steps);
         }
       }
@@ -305,14 +292,21 @@ namespace GradAccum {
     /// <param name="variance">Room for the variance of each channel; null: not wanted.</param>
     /// <returns>The elements of a channel that they are of.</returns>
     public long Statistics(double[] mean, double[] variance) {
+      return Read(Raw.ga_bn_statistics, mean, variance);
+    }
+
+    // A function of C that writes a mean and a variance for each channel, and a number.
+    private delegate void Reader(IntPtr context, int layer, IntPtr mean, IntPtr variance, int dtype, out long number);
+
+    private long Read(Reader read, double[] mean, double[] variance) {
       using (Call call = Context.Begin()) {
         if (mean != null) RequireStatistics("mean", mean, DType.F64);
         if (variance != null) RequireStatistics("variance", variance, DType.F64);
-        using (Borrowed first = new Borrowed(mean))
-        using (Borrowed second = new Borrowed(variance)) {
-          long count;
-          Raw.ga_bn_statistics(call.Context, Id, first.Address, second.Address, (int)DType.F64, out count);
-          return count;
+        using (Pin first = new Pin(mean))
+        using (Pin second = new Pin(variance)) {
+          long number;
+          read(call.Context, Id, first.Address, second.Address, (int)DType.F64, out number);
+          return number;
         }
       }
     }
@@ -328,10 +322,10 @@ namespace GradAccum {
       return Lengths.Product("the batch", samples, Channels, positions);
     }
 
-    internal Borrowed Borrow(string name, Tensor tensor, long count) {
+    internal Pin Borrow(string name, Tensor tensor, long count) {
       if (tensor.Owner != null) Context.RequireHost();
       if (count > 0 || !tensor.IsNone) Lengths.Require(name, tensor, count, dtype);
-      return new Borrowed(tensor);
+      return new Pin(tensor);
     }
 
     private void RequireStatistics(string name, Tensor tensor, DType expected) {

@@ -27,6 +27,7 @@ namespace GradAccum {
 
     /// <summary>The memory of a parameter, in place of that before.</summary>
     internal void SetParameter(int param, Pin pin) {
+      pin.Share();
       RemoveParameter(param);
       parameters[param] = pin;
     }
@@ -35,7 +36,7 @@ namespace GradAccum {
       Pin pin;
       if (!parameters.TryGetValue(param, out pin)) return;
       parameters.Remove(param);
-      pin.Release();
+      pin.Dispose();
     }
 
     /// <summary>A micro-batch has been opened.</summary>
@@ -50,7 +51,7 @@ namespace GradAccum {
       Ask(context, gradients.Count == 0 ? 0 : gradients.Peek().Number);
       Keep(info.latest, pin);
       if (other != null) Keep(info.latest, other);
-      while (gradients.Count > 0 && !IsRead(context, gradients.Peek())) gradients.Dequeue().Pin.Release();
+      while (gradients.Count > 0 && !IsRead(context, gradients.Peek())) gradients.Dequeue().Pin.Dispose();
     }
 
     /// <summary>A micro-batch of so many gradients has been added; pins: of the first of them, null: nothing to keep.</summary>
@@ -72,7 +73,7 @@ namespace GradAccum {
         if (IsRead(context, gradient)) {
           gradients.Enqueue(gradient);
         } else {
-          gradient.Pin.Release();
+          gradient.Pin.Dispose();
         }
       }
     }
@@ -94,9 +95,9 @@ namespace GradAccum {
     }
 
     internal void ReleaseAll() {
-      foreach (Gradient gradient in gradients) gradient.Pin.Release();
+      foreach (Gradient gradient in gradients) gradient.Pin.Dispose();
       gradients.Clear();
-      foreach (Pin pin in parameters.Values) pin.Release();
+      foreach (Pin pin in parameters.Values) pin.Dispose();
       parameters.Clear();
       info.Dispose();
     }

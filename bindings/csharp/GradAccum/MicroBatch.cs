@@ -24,12 +24,9 @@ namespace GradAccum {
       using (Call call = Begin()) {
         context.RequirePlace("gradient", gradient);
         Check(call.Context, id, gradient);
-        Pin pin = new Pin(gradient);
-        try {
+        using (Pin pin = new Pin(gradient)) {
           Raw.ga_accumulate_part(call.Context, id, pin.Address);
           context.Kept.Added(call.Context, pin);
-        } finally {
-          pin.Release();
         }
       }
     }
@@ -74,14 +71,10 @@ namespace GradAccum {
       using (Call call = Begin()) {
         CheckRows(call.Context, id, indices, values);
         if (indices.Owner != null || values.Owner != null) context.RequireHost();
-        Pin indexPin = new Pin(indices);
-        Pin valuePin = new Pin(values);
-        try {
+        using (Pin indexPin = new Pin(indices))
+        using (Pin valuePin = new Pin(values)) {
           Raw.ga_accumulate_rows(call.Context, id, indexPin.Address, (int)indices.DType, indices.Length, valuePin.Address);
           context.Kept.Added(call.Context, indexPin, valuePin);
-        } finally {
-          indexPin.Release();
-          valuePin.Release();
         }
       }
     }
@@ -131,14 +124,10 @@ namespace GradAccum {
       using (Call call = Begin()) {
         CheckMatmul(call.Context, id, k, a, lda, transposeA, b, ldb, transposeB);
         if (a.Owner != null || b.Owner != null) context.RequireHost();
-        Pin pinA = new Pin(a);
-        Pin pinB = new Pin(b);
-        try {
+        using (Pin pinA = new Pin(a))
+        using (Pin pinB = new Pin(b)) {
           Raw.ga_accumulate_matmul(call.Context, id, k, pinA.Address, lda, (int)transposeA, pinB.Address, ldb,
                                    (int)transposeB, (int)a.DType);
-        } finally {
-          pinA.Release();
-          pinB.Release();
         }
       }
     }
@@ -197,8 +186,8 @@ namespace GradAccum {
       int id = context.Id(layer);
       using (Call call = Begin()) {
         long count = layer.Count(samples, positions);
-        using (Borrowed from = layer.Borrow("x", x, count))
-        using (Borrowed gradient = layer.Borrow("dy", dy, count)) {
+        using (Pin from = layer.Borrow("x", x, count))
+        using (Pin gradient = layer.Borrow("dy", dy, count)) {
           Raw.ga_bn_backward_accumulate(call.Context, id, from.Address, gradient.Address, samples, positions);
         }
       }
@@ -215,9 +204,9 @@ namespace GradAccum {
       int id = context.Id(layer);
       using (Call call = Begin()) {
         long count = layer.Count(samples, positions);
-        using (Borrowed from = layer.Borrow("x", x, count))
-        using (Borrowed gradient = layer.Borrow("dy", dy, count))
-        using (Borrowed to = layer.Borrow("dx", dx, count)) {
+        using (Pin from = layer.Borrow("x", x, count))
+        using (Pin gradient = layer.Borrow("dy", dy, count))
+        using (Pin to = layer.Borrow("dx", dx, count)) {
           Raw.ga_bn_backward(call.Context, id, from.Address, gradient.Address, samples, positions, to.Address);
         }
       }

@@ -17,35 +17,29 @@ namespace GradAccum {
     /// <param name="address">The address of the first element.</param>
     /// <param name="length">How many elements there are.</param>
     /// <param name="dtype">Their type.</param>
-    public Tensor(IntPtr address, long length, DType dtype) {
+    public Tensor(IntPtr address, long length, DType dtype) : this(null, address, 0, length, dtype) {
       if (DTypes.Size(dtype) == 0) throw GradAccumException.Invalid("a tensor has no dtype " + (int)dtype);
       if (length < 0) throw GradAccumException.Invalid("a tensor has a length of " + length);
       if (address == IntPtr.Zero && length > 0) {
         throw GradAccumException.Invalid("a tensor of " + length + " elements has the address 0");
       }
-      Owner = null;
-      Address = address;
-      start = 0;
-      Length = length;
-      DType = dtype;
     }
 
-    internal Tensor(IPinnedArray owner, IntPtr address, long length, DType dtype) {
-      Owner = owner;
-      Address = address;
-      start = 0;
-      Length = length;
-      DType = dtype;
-    }
+    internal Tensor(IPinnedArray owner, IntPtr address, long length, DType dtype)
+        : this(owner, address, 0, length, dtype) {}
 
-    private Tensor(Array array, long start, long length, DType dtype) {
+    private Tensor(Array array, long start, long length, DType dtype)
+        : this(array, IntPtr.Zero, start, length, dtype) {
       if (array == null) throw new ArgumentNullException("array");
       if (start < 0 || length < 0 || start > array.LongLength || length > array.LongLength - start) {
         throw GradAccumException.Invalid("elements " + start + " to " + start + " + " + length +
                                          " are not within an array of " + array.LongLength);
       }
-      Owner = array;
-      Address = IntPtr.Zero;
+    }
+
+    private Tensor(object owner, IntPtr address, long start, long length, DType dtype) {
+      Owner = owner;
+      Address = address;
       this.start = start;
       Length = length;
       DType = dtype;
@@ -256,8 +250,8 @@ namespace GradAccum {
     }
   }
 
-  /// <summary>Keeps an array in place, for several users of its address.</summary>
-  internal sealed class Pin {
+  /// <summary>Keeps an array in place until every user of its address has disposed of it.</summary>
+  internal sealed class Pin : IDisposable {
     private GCHandle handle;
     private int users = 1;
 
@@ -278,7 +272,7 @@ namespace GradAccum {
       ++users;
     }
 
-    internal void Release() {
+    public void Dispose() {
       if (--users == 0 && handle.IsAllocated) handle.Free();
     }
   }

@@ -181,21 +181,4 @@ namespace GradAccum {
       return (int)count;
     }
   }
-
-  /// <summary>The memory of a tensor for a call.</summary>
-  internal struct Borrowed : IDisposable {
-    private readonly Pin pin;
-
-    internal Borrowed(Tensor tensor) {
-      pin = new Pin(tensor);
-    }
-
-    internal IntPtr Address {
-      get { return pin.Address; }
-    }
-
-    public void Dispose() {
-      pin.Release();
-    }
-  }
 }
