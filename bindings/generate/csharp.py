@@ -84,6 +84,7 @@ _FIELDS_BY_HAND = {("ga_param_options", "reduce")}
 _READ = {"ga_clip", "ga_optimizer"}  # options that a context returns
 _COPIED = {"ga_step_result", "ga_window_info"}  # laid out as in C, for the sake of speed
 _VALUES = {"ga_memory", "ga_state_info"}  # results that are structs
+_ALIVE = {"ga_accumulator"}  # results whose class is by hand, but for its fields
 
 
 def _pascal(name: str) -> str:
@@ -217,7 +218,7 @@ def _options(struct: Struct, translator: Translator) -> Iterator[str]:
 
 def _result(struct: Struct, translator: Translator) -> Iterator[str]:
     name = _type_name(struct.c_name)
-    yield from _summary(translator.struct(struct))
+    yield from _summary(translator.struct(struct)) if struct.c_name not in _ALIVE else ()
     if struct.c_name in _COPIED:
         yield from _copied(struct, name, translator)
         return

@@ -38,6 +38,7 @@ _RENAMED = {"ga_memory": "MemoryUse", "ga_optimizer.ns_coefficients": "newton_sc
 # Written by hand: an option that is a flag, and enumerations within classes that are.
 _BY_HAND = {"ga_micro_options", "ga_micro_flags", "ga_bn_spread"}
 _INTERNAL = {"ga_comm_kind"}
+_ALIVE = {"ga_accumulator"}  # results whose class is by hand, but for its fields, which a superclass has
 _LAST = {"log", "on_param_done"}  # in a record
 _COPIED = "ga_step_result"  # by the raw layer, in one call: all words of the struct
 _FUNCTIONS = {
@@ -133,7 +134,9 @@ def write(header: Header) -> dict[str, str]:
         if enum.c_name not in _NESTED and enum.c_name not in _BY_HAND:
             files[f"{_type_name(enum.c_name)}.java"] = java.file(java.enum(enum, ""))
     for struct in header.structs.values():
-        if struct.c_name not in _BY_HAND:
+        if struct.c_name in _ALIVE:
+            files[f"{_type_name(struct.c_name)}Members.java"] = java.file(java.fields(struct))
+        elif struct.c_name not in _BY_HAND:
             files[f"{_type_name(struct.c_name)}.java"] = java.file(java.record(struct))
     for owner in _CLASSES:
         files[f"{owner}Members.java"] = java.file(java.members(owner))
@@ -258,6 +261,19 @@ class _Java:
             values.append(f"        Double.longBitsToDouble({value})" if f.kind == "double" else f"        {value}")
         yield ",\n".join(values) + ");"
         yield "  }"
+
+    def fields(self, struct: Struct) -> Iterator[str]:
+        """A class with the fields of a result."""
+        name = f"{_type_name(struct.c_name)}Members"
+        declared = [(_field_name(struct.c_name, f.c_name), self._declared(struct, f)) for f in struct.fields]
+        yield from [f"abstract class {name} {{", *(f"  private final {field};" for _, field in declared)]
+        yield from ["", f"  {name}({struct.c_name} from) {{"]
+        yield from [f"    {n} = {self._read(struct, f)};" for (n, _), f in zip(declared, struct.fields, strict=True)]
+        yield "  }"
+        for (n, field), f in zip(declared, struct.fields, strict=True):
+            yield from ["", *_indented(_javadoc(f"{{@return {self._text(struct, f)}}}", 2))]
+            yield from [f"  public {field}() {{", f"    return {n};", "  }"]
+        yield "}"
 
     def _options(self, struct: Struct, name: str, fields: list[Field]) -> Iterator[str]:
         camel = [_field_name(struct.c_name, f.c_name) for f in fields]

@@ -23,7 +23,7 @@ TYPES = {
     "ga_loss_scaler": "LossScaler", "ga_ema": "Ema", "ga_param_options": "ParamOptions",
     "ga_param_info": "ParamInfo", "ga_state_info": "StateInfo", "ga_state_options": "StateOptions",
     "ga_memory": "Memory", "ga_comm_options": "CommunicatorOptions", "ga_build": "Build",
-    "ga_bn_options": "BatchNormOptions", "ga_bn_info": "BatchNormInfo",
+    "ga_bn_options": "BatchNormOptions", "ga_bn_info": "BatchNormInfo", "ga_accumulator": "Accumulator",
 }  # fmt: skip
 
 # Enumerations without a typedef, by their first enumerator.
@@ -47,6 +47,7 @@ NOT_FIELDS = {
     "struct_size", "reserved", "reserved2",  # the raw layer's
     "log_user", "on_param_done_user", "progress_user",  # callables bring their own
     ("ga_optimizer", "ns_rows"), ("ga_schedule", "table_size"), ("ga_param_info", "rank"),  # lengths of arrays
+    ("ga_accumulator", "data"),  # handed out only while it may be written
     # Called on threads, or needs memory, that the run time of a language does not manage.
     ("ga_config", "parallel_for"), ("ga_config", "parallel_for_user"), ("ga_config", "allocate"),
     ("ga_config", "free"), ("ga_config", "allocator_user"),

@@ -25,7 +25,7 @@ _ADDED = {
     "ga_micro_flags": ("NONE", "None of them."),
 }
 _LEFT_OUT = {"GA_OK"}  # a call that succeeds raises nothing
-_NOT_SHOWN = {"ga_transpose"}  # a Tensor has strides
+_NOT_SHOWN = {"ga_transpose", "ga_accumulator"}  # a Tensor has strides
 
 # Classes of _struct.py with what is not as in C; others derive from Struct or Result.
 _BASES = {
@@ -228,7 +228,7 @@ def _members(c_name: str) -> Iterator[str]:
 def _options(header: Header, translator: Translator) -> Iterator[str]:
     yield from _head("Configuration and results.")
     shown = [e for e in header.enums if e not in _NOT_SHOWN]
-    structs = header.structs.values()
+    structs = [s for s in header.structs.values() if s.c_name not in _NOT_SHOWN]
     used = {f.enum.c_name for s in structs for f in s.fields if f.enum} | {"ga_flavor"}
     bases = sorted({_BASES.get(s.c_name, "Struct") for s in structs if not s.is_result} | {"Result"})
     yield from [

@@ -771,18 +771,20 @@ GA_API ga_status ga_accumulate_matmul(ga_context* ctx, ga_param param, int64_t k
                                       int64_t lda, ga_transpose transpose_a, const void* b,
                                       int64_t ldb, ga_transpose transpose_b, ga_dtype dtype);
 
-/* Where a kernel of the program writes a gradient: alpha * gradient + beta * data. alpha is
-   weight / loss scale, or 1 / loss scale for GA_GRADIENT_SUM. beta is 0 for the first contribution
-   in a window, else 1. With beta 0, data must not be read; a kernel that can only do +=
-   zeroes it first. */
+/* Where a kernel of the program writes a gradient: alpha * gradient + beta * data. With beta 0, a
+   kernel that can only do += zeroes data first. */
 typedef struct ga_accumulator {
   size_t struct_size;
   void* data;     /* NULL: write nothing (weight 0, or the parameter is frozen) */
-  ga_dtype dtype; /* of data */
+  ga_dtype dtype; /* the type of the elements of the accumulator */
   int32_t reserved;
-  int64_t rows, columns;     /* shape[0], and the product of the other dimensions */
-  int64_t leading_dimension; /* elements from row to row: columns */
-  double alpha, beta;
+  int64_t rows;              /* the first dimension of the parameter */
+  int64_t columns;           /* the product of its other dimensions */
+  int64_t leading_dimension; /* elements from row to row: the number of columns */
+  double alpha; /* the factor of the gradient: weight / loss scale, or 1 / loss scale for
+                   GA_GRADIENT_SUM */
+  double beta;  /* the factor of what is there: 0 for the first contribution in a window, when
+                   nothing may be read, else 1 */
 } ga_accumulator;
 
 /* Prepares *out to be filled. */

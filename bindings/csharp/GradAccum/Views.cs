@@ -88,43 +88,19 @@ namespace GradAccum {
   /// <see cref="MicroBatch.Acquire"/>. It can be used until it is released or its micro-batch is closed;
   /// after that its members throw.
   /// </summary>
-  public sealed class Accumulator {
+  public sealed partial class Accumulator {
     private readonly Context context;
     private readonly MicroBatch micro;
     private readonly int param;
     private readonly IntPtr data;
     private bool released;
 
-    internal Accumulator(Context context, MicroBatch micro, int param, ga_accumulator native) {
+    internal Accumulator(Context context, MicroBatch micro, int param, ga_accumulator native) : this(native) {
       this.context = context;
       this.micro = micro;
       this.param = param;
       data = native.data;
-      DType = (DType)native.dtype;
-      Rows = native.rows;
-      Columns = native.columns;
-      LeadingDimension = native.leading_dimension;
-      Alpha = native.alpha;
-      Beta = native.beta;
     }
-
-    /// <summary>The type of the elements.</summary>
-    public DType DType { get; }
-
-    /// <summary>Dimension 0 of the parameter.</summary>
-    public long Rows { get; }
-
-    /// <summary>The product of its other dimensions.</summary>
-    public long Columns { get; }
-
-    /// <summary>Elements from row to row.</summary>
-    public long LeadingDimension { get; }
-
-    /// <summary>The factor of the gradient.</summary>
-    public double Alpha { get; }
-
-    /// <summary>The factor of what is there; if it is 0, what is there must not be read.</summary>
-    public double Beta { get; }
 
     /// <summary>Whether nothing is to be written: the weight is 0, or the parameter is frozen.</summary>
     public bool IsEmpty {

@@ -8,34 +8,20 @@ import java.nio.Buffer;
  * {@link MicroBatch#acquire}. It lives until {@link #release}, or until the context moves on; after
  * that, its methods throw an {@link IllegalStateException} and touch no memory.
  */
-public final class Accumulator {
+public final class Accumulator extends AccumulatorMembers {
   private final Context context;
   private final Param param;
   private final long moves;
   private final long data;
-  private final Dtype dtype;
-  private final long rows;
-  private final long columns;
-  private final long leadingDimension;
-  private final double alpha;
-  private final double beta;
   private boolean released;
 
-  // Within a call of the context c.
-  Accumulator(Param param, long c) {
+  // Within a call of the context.
+  Accumulator(Param param, ga_accumulator fields) {
+    super(fields);
     this.context = param.context();
     this.param = param;
     this.moves = context.moves();
-    try (ga_accumulator fields = new ga_accumulator()) {
-      Raw.ga_accumulator_acquire(c, param.id(), fields);
-      data = fields.getData();
-      dtype = Dtype.of(fields.getDtype());
-      rows = fields.getRows();
-      columns = fields.getColumns();
-      leadingDimension = fields.getLeading_dimension();
-      alpha = fields.getAlpha();
-      beta = fields.getBeta();
-    }
+    this.data = fields.getData();
   }
 
   /**
@@ -49,68 +35,14 @@ public final class Accumulator {
   }
 
   /**
-   * The type of the elements.
-   *
-   * @return the dtype of the accumulator
-   */
-  public Dtype dtype() {
-    return dtype;
-  }
-
-  /**
-   * The first dimension of the parameter.
-   *
-   * @return the number of rows
-   */
-  public long rows() {
-    return rows;
-  }
-
-  /**
-   * The product of the other dimensions of the parameter.
-   *
-   * @return the number of columns
-   */
-  public long columns() {
-    return columns;
-  }
-
-  /**
-   * Elements from row to row.
-   *
-   * @return the number of columns
-   */
-  public long leadingDimension() {
-    return leadingDimension;
-  }
-
-  /**
-   * The factor of the gradient.
-   *
-   * @return weight / loss scale, or 1 / loss scale for sums
-   */
-  public double alpha() {
-    return alpha;
-  }
-
-  /**
-   * The factor of what is there.
-   *
-   * @return 0 for the first contribution in a window, when nothing may be read, else 1
-   */
-  public double beta() {
-    return beta;
-  }
-
-  /**
    * Copies elements out. Only where {@link #beta} is not 0 have they been written.
    *
    * @param from the first element, in the order of rows
    * @param out a direct buffer, filled from its position to its limit, which do not move
    */
   public void get(long from, Buffer out) {
-    Check.notNull(out, "out");
-    context.run(c -> Memory.read(at(from, out), Tensor.of(out), dtype, Memory.elements(out, dtype), "out"), out);
+    Tensor to = Tensor.of("out", out);
+    context.run(c -> Memory.read(at(from, to), to, dtype(), "out"), to);
   }
 
   /**
@@ -121,21 +53,15 @@ public final class Accumulator {
    *     move
    */
   public void put(long from, Buffer values) {
-    Check.notNull(values, "values");
-    context.run(
-        c -> Memory.write(at(from, values), Tensor.of(values), dtype, Memory.elements(values, dtype), "values"), values);
+    Tensor source = Tensor.of("values", values);
+    context.run(c -> Memory.write(at(from, source), source, dtype(), "values"), source);
   }
 
-  private long at(long from, Buffer buffer) {
+  private long at(long from, Tensor elements) {
     checkAlive();
     context.checkHost("accumulator");
-    long elements = Memory.elements(buffer, dtype);
-    long count = data == 0 ? 0 : rows * columns;
-    if (from < 0 || from > count - elements) {
-      throw new IndexOutOfBoundsException(
-          "elements " + from + " to " + (from + elements) + " of an accumulator of " + count);
-    }
-    return data + from * dtype.bytes();
+    Memory.check(from, elements.elements(dtype()), data == 0 ? 0 : rows() * columns(), "an accumulator");
+    return data + from * dtype().bytes();
   }
 
   private void checkAlive() {

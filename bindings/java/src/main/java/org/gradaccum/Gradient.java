@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 package org.gradaccum;
 
-import java.lang.ref.Reference;
 import java.nio.Buffer;
 
 /**
@@ -61,20 +60,12 @@ public final class Gradient {
    */
   public void copyTo(long from, Tensor out) {
     Check.notNull(out, "out");
-    context.enter();
-    try {
+    context.run(c -> {
       context.checkMoves(moves, "gradient");
-      long elements = out.elements(dtype);
       context.checkHost("gradient");
-      if (from < 0 || from > count - elements) {
-        throw new IndexOutOfBoundsException(
-            "elements " + from + " to " + (from + elements) + " of a gradient of " + count);
-      }
-      Memory.read(address + from * dtype.bytes(), out, dtype, elements, "out");
-    } finally {
-      context.exit();
-      Reference.reachabilityFence(out);
-    }
+      Memory.check(from, out.elements(dtype), count, "a gradient");
+      Memory.read(address + from * dtype.bytes(), out, dtype, "out");
+    }, out);
   }
 
   /**
@@ -84,12 +75,9 @@ public final class Gradient {
    * @return the address, in the memory of the device of the context
    */
   public long address() {
-    context.enter();
-    try {
+    return context.call(c -> {
       context.checkMoves(moves, "gradient");
       return address;
-    } finally {
-      context.exit();
-    }
+    });
   }
 }

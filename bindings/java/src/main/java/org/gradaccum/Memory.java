@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 package org.gradaccum;
 
-import java.nio.Buffer;
 import java.nio.ByteBuffer;
 import java.nio.ByteOrder;
 
@@ -9,14 +8,24 @@ import java.nio.ByteOrder;
 final class Memory {
   private Memory() {}
 
-  /** Copies the bytes of from, between position and limit, to an address. */
-  static void write(long address, Tensor from, Dtype dtype, long count, String role) {
+  /** Copies the elements of a tensor to an address. */
+  static void write(long address, Tensor from, Dtype dtype, String role) {
+    long count = from.elements(dtype);
     copy(address, from.address(dtype, count, false, role, null), count * dtype.bytes());
   }
 
-  /** Copies bytes from an address into to, between position and limit. */
-  static void read(long address, Tensor to, Dtype dtype, long count, String role) {
+  /** Copies elements from an address into a tensor, which they fill. */
+  static void read(long address, Tensor to, Dtype dtype, String role) {
+    long count = to.elements(dtype);
     copy(to.address(dtype, count, true, role, null), address, count * dtype.bytes());
+  }
+
+  /** Refuses elements that are not among those of what is named. */
+  static void check(long from, long elements, long count, String what) {
+    if (from < 0 || from > count - elements) {
+      throw new IndexOutOfBoundsException(
+          "elements " + from + " to " + (from + elements) + " of " + what + " of " + count);
+    }
   }
 
   private static void copy(long to, long from, long bytes) {
@@ -29,10 +38,5 @@ final class Memory {
 
   static ByteBuffer at(long address, long bytes) {
     return ((ByteBuffer) Raw.buffer_at(address, bytes)).order(ByteOrder.nativeOrder());
-  }
-
-  /** How many elements of the dtype a buffer has between position and limit. */
-  static long elements(Buffer buffer, Dtype dtype) {
-    return Tensor.bytes(buffer) / dtype.bytes();
   }
 }

@@ -282,8 +282,9 @@ public final class MicroBatch implements AutoCloseable {
    */
   public Accumulator acquire(Param param) {
     long c = enter(param);
-    try {
-      return new Accumulator(param, c);
+    try (ga_accumulator fields = new ga_accumulator()) {
+      Raw.ga_accumulator_acquire(c, param.id(), fields);
+      return new Accumulator(param, fields);
     } finally {
       context.exit();
     }
