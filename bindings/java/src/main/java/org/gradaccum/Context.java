@@ -183,7 +183,7 @@ public final class Context extends ContextWindow {
         String role = "data of parameter \"" + entry.name() + "\"";
         long count = Tensor.elements(role, null, entry.shape());
         if (entry.offset() < 0 || entry.offset() > Long.MAX_VALUE - count) {
-          throw Tensor.refuse(role, null, "offset was " + entry.offset());
+          throw Tensor.refuse(role, null, "offset was %s", entry.offset());
         }
         end = Math.max(end, entry.offset() + count);
       }

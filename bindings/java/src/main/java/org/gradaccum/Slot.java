@@ -75,8 +75,7 @@ final class Slot {
   /** Of a copy of a float[]. */
   long addressOfFloats(ByteBuffer gradient) {
     if (isRead && dtype != Dtype.F32) {
-      throw Tensor.refuse(
-          "gradient", params.get(0), "a float[] does not hold elements of " + dtype);
+      throw Tensor.refuseFloats(params.get(0), dtype);
     }
     return address(gradient);
   }

@@ -9,6 +9,8 @@ import java.nio.FloatBuffer;
 import java.nio.IntBuffer;
 import java.nio.LongBuffer;
 import java.nio.ShortBuffer;
+import java.util.Collections;
+import java.util.EnumSet;
 
 /**
  * Memory of the program that the library reads or writes in place: the elements of a direct buffer
@@ -88,15 +90,15 @@ public final class Tensor {
     if (dtype != null) {
       return dtype;
     }
-    Dtype only = onlyDtype(buffer);
-    if (only == null) {
-      throw new IllegalArgumentException(
-          role
-              + ": a "
-              + kind(buffer)
-              + " does not tell the dtype of its elements; use Tensor.of(buffer, dtype)");
+    Kind kind = Kind.of(buffer);
+    if (kind.dtypes.size() != 1) {
+      throw refuse(
+          role,
+          null,
+          "a %s does not tell the dtype of its elements; use Tensor.of(buffer, dtype)",
+          kind.type);
     }
-    return only;
+    return kind.dtypes.iterator().next();
   }
 
   /** The dtype of an array of state in it: that of the array, or F32 for numbers of codes. */
@@ -117,116 +119,89 @@ public final class Tensor {
    */
   long address(Dtype expected, long count, boolean written, String role, Object owner) {
     if (dtype != null && dtype != expected) {
-      throw refuse(role, owner, "the dtype was " + dtype + ", expected " + expected);
+      throw refuse(role, owner, "the dtype was %s, expected %s", dtype, expected);
     }
     if (buffer != null) {
       return address(buffer, expected, count, written, role, owner);
     }
     check(bytes, count, expected, role, owner);
-    if (address % expected.bytes() != 0) {
-      throw misaligned(expected, role, owner);
-    }
+    checkAligned(address, expected, role, owner);
     return address;
+  }
+
+  /** What the types of buffers hold. */
+  private enum Kind {
+    FLOAT("FloatBuffer", 4, Dtype.F32),
+    DOUBLE("DoubleBuffer", 8, Dtype.F64),
+    INT("IntBuffer", 4, Dtype.I32),
+    LONG("LongBuffer", 8, Dtype.I64),
+    SHORT("ShortBuffer", 2, Dtype.F16, Dtype.BF16),
+    BYTE("ByteBuffer", 1, Dtype.values()),
+    CHAR("CharBuffer", 2);  // a char is no number
+
+    final String type;
+    final int unit;  // bytes
+    final EnumSet<Dtype> dtypes = EnumSet.noneOf(Dtype.class);
+
+    Kind(String type, int unit, Dtype... dtypes) {
+      this.type = type;
+      this.unit = unit;
+      Collections.addAll(this.dtypes, dtypes);
+    }
+
+    static Kind of(Buffer buffer) {
+      return buffer instanceof FloatBuffer ? FLOAT
+          : buffer instanceof ByteBuffer ? BYTE
+          : buffer instanceof ShortBuffer ? SHORT
+          : buffer instanceof DoubleBuffer ? DOUBLE
+          : buffer instanceof IntBuffer ? INT
+          : buffer instanceof LongBuffer ? LONG
+          : CHAR;
+    }
+
+    ByteOrder order(Buffer buffer) {
+      return switch (this) {
+        case FLOAT -> ((FloatBuffer) buffer).order();
+        case BYTE -> ((ByteBuffer) buffer).order();
+        case SHORT -> ((ShortBuffer) buffer).order();
+        case DOUBLE -> ((DoubleBuffer) buffer).order();
+        case INT -> ((IntBuffer) buffer).order();
+        case LONG -> ((LongBuffer) buffer).order();
+        case CHAR -> ByteOrder.nativeOrder();
+      };
+    }
   }
 
   static long address(
       Buffer buffer, Dtype expected, long count, boolean written, String role, Object owner) {
+    Kind kind = Kind.of(buffer);
     if (!buffer.isDirect()) {
       throw refuse(
-          role,
-          owner,
-          "the " + kind(buffer) + " is on the heap of Java, expected a direct buffer");
+          role, owner, "the %s is on the heap of Java, expected a direct buffer", kind.type);
     }
     if (written && buffer.isReadOnly()) {
-      throw refuse(role, owner, "the " + kind(buffer) + " is read-only, but it is written");
+      throw refuse(role, owner, "the %s is read-only, but it is written", kind.type);
     }
-    int size = expected.bytes();
-    int unit = unit(buffer);
-    boolean fits =
-        unit == 1
-            || (unit == size
-                && (buffer instanceof FloatBuffer
-                    ? expected == Dtype.F32
-                    : buffer instanceof DoubleBuffer
-                        ? expected == Dtype.F64
-                        : buffer instanceof ShortBuffer
-                            ? expected == Dtype.F16 || expected == Dtype.BF16
-                            : buffer instanceof IntBuffer
-                                ? expected == Dtype.I32
-                                : expected == Dtype.I64 && buffer instanceof LongBuffer));
-    if (!fits) {
-      throw refuse(role, owner, "the " + kind(buffer) + " does not hold elements of " + expected);
+    if (!kind.dtypes.contains(expected)) {
+      throw refuse(role, owner, "the %s does not hold elements of %s", kind.type, expected);
     }
-    if (order(buffer) != ByteOrder.nativeOrder() && size > 1) {
+    if (kind.order(buffer) != ByteOrder.nativeOrder() && expected.bytes() > 1) {
       throw refuse(
           role,
           owner,
-          "the "
-              + kind(buffer)
-              + " has the byte order "
-              + order(buffer)
-              + ", expected that of the machine: order(ByteOrder.nativeOrder())");
+          "the %s has the byte order %s, expected that of the machine: order(ByteOrder.nativeOrder())",
+          kind.type,
+          kind.order(buffer));
     }
-    check((long) buffer.remaining() * unit, count, expected, role, owner);
-    long address = Raw.buffer_address(buffer) + (long) buffer.position() * unit;
-    if (address % size != 0) {
-      throw misaligned(expected, role, owner);
-    }
+    check((long) buffer.remaining() * kind.unit, count, expected, role, owner);
+    long address = Raw.buffer_address(buffer) + (long) buffer.position() * kind.unit;
+    checkAligned(address, expected, role, owner);
     return address;
   }
 
   /** The bytes between position and limit. */
   static long bytes(Buffer buffer) {
-    return (long) buffer.remaining() * unit(buffer);
-  }
-
-  /** The dtype of a buffer that can hold only one, or null. */
-  private static Dtype onlyDtype(Buffer buffer) {
-    return buffer instanceof FloatBuffer
-        ? Dtype.F32
-        : buffer instanceof DoubleBuffer
-            ? Dtype.F64
-            : buffer instanceof IntBuffer
-                ? Dtype.I32
-                : buffer instanceof LongBuffer ? Dtype.I64 : null;
-  }
-
-  // A char is no number: a CharBuffer holds nothing of the library's.
-  private static int unit(Buffer buffer) {
-    return buffer instanceof FloatBuffer || buffer instanceof IntBuffer
-        ? 4
-        : buffer instanceof ByteBuffer
-            ? 1
-            : buffer instanceof DoubleBuffer || buffer instanceof LongBuffer ? 8 : 2;
-  }
-
-  private static ByteOrder order(Buffer buffer) {
-    return buffer instanceof FloatBuffer floats
-        ? floats.order()
-        : buffer instanceof ByteBuffer all
-            ? all.order()
-            : buffer instanceof ShortBuffer shorts
-                ? shorts.order()
-                : buffer instanceof DoubleBuffer doubles
-                    ? doubles.order()
-                    : buffer instanceof IntBuffer ints
-                        ? ints.order()
-                        : buffer instanceof LongBuffer longs
-                            ? longs.order()
-                            : ByteOrder.nativeOrder();
-  }
-
-  private static String kind(Buffer buffer) {
-    return onlyDtype(buffer) != null
-        ? switch (onlyDtype(buffer)) {
-          case F32 -> "FloatBuffer";
-          case F64 -> "DoubleBuffer";
-          case I32 -> "IntBuffer";
-          default -> "LongBuffer";
-        }
-        : buffer instanceof ByteBuffer
-            ? "ByteBuffer"
-            : buffer instanceof ShortBuffer ? "ShortBuffer" : "CharBuffer";
+    return (long) buffer.remaining() * Kind.of(buffer).unit;
   }
 
   private static void check(long bytes, long count, Dtype dtype, String role, Object owner) {
@@ -236,24 +211,32 @@ public final class Tensor {
       throw refuse(
           role,
           owner,
-          "there are "
-              + bytes
-              + " bytes between position and limit, expected "
-              + count
-              + " elements of "
-              + dtype);
+          "there are %s bytes between position and limit, expected %s elements of %s",
+          bytes,
+          count,
+          dtype);
     }
   }
 
-  private static IllegalArgumentException misaligned(Dtype dtype, String role, Object owner) {
-    return refuse(
-        role,
-        owner,
-        "the address is no multiple of " + dtype.bytes() + ", the size of an element of " + dtype);
+  private static void checkAligned(long address, Dtype dtype, String role, Object owner) {
+    if (address % dtype.bytes() != 0) {
+      throw refuse(
+          role,
+          owner,
+          "the address is no multiple of %s, the size of an element of %s",
+          dtype.bytes(),
+          dtype);
+    }
   }
 
-  static IllegalArgumentException refuse(String role, Object owner, String why) {
-    return new IllegalArgumentException((owner == null ? role : owner + ": " + role) + ": " + why);
+  /** What is wrong with a tensor: a format with its values. */
+  static IllegalArgumentException refuse(String role, Object owner, String why, Object... values) {
+    return new IllegalArgumentException(
+        (owner == null ? role : owner + ": " + role) + ": " + String.format(why, values));
+  }
+
+  static IllegalArgumentException refuseFloats(Param param, Dtype dtype) {
+    return refuse("gradient", param, "a float[] does not hold elements of %s", dtype);
   }
 
   /** The number of elements of a tensor with these dimensions. */
@@ -262,8 +245,7 @@ public final class Tensor {
     boolean overflow = false;
     for (int axis = 0; axis < shape.length; ++axis) {
       if (shape[axis] < 0) {
-        throw refuse(
-            role, owner, "dimension " + axis + " was " + shape[axis] + ", expected >= 0");
+        throw refuse(role, owner, "dimension %s was %s, expected >= 0", axis, shape[axis]);
       }
       // A product of which a factor is 0 is 0, however large the others are.
       if (shape[axis] == 0 || count == 0) {
