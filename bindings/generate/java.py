@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the records, builders and enumerations of the Java package, and the superclasses of its classes.
 
-A class gets what src/main/members has under its name: members that do not follow from the header.
+A class gets what src/main/members has under its name: members that do not follow from the header. A superclass also
+has the overloads that follow from methods of its class.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from docs import Translator
 from header import Enum, Enumerator, Field, Function, Header, Struct
 
 _WIDTH = 100
-_MEMBERS = pathlib.Path(__file__).resolve().parent.parent / "java" / "src" / "main" / "members"
+_SOURCES = pathlib.Path(__file__).resolve().parent.parent / "java" / "src" / "main"
+_MEMBERS = _SOURCES / "members"
 
 # Enumerations within a record, and names that are not the header's.
 _NESTED = {
@@ -51,6 +53,12 @@ _CLASSES = {
     "Param": ("ContextObject", "Context context, int id"), "BatchNorm": ("ContextObject", "Context context, int id"),
 }  # fmt: skip
 
+# Classes whose methods have overloads, and the file that has these methods.
+_OVERLOADED = {
+    "Context": "ContextWindow", "Param": "Param", "BatchNorm": "BatchNorm", "MicroBatch": "MicroBatch", "Gradient": "Gradient",
+}  # fmt: skip
+_METHOD = re.compile(r"  (/\*\*(?:(?!\*/).)*\*/)\n  public (\w+) (\w+)\(([^)]+)\) \{", re.DOTALL)
+
 # Fields that are not as in C: the type, how it is read from `from`, and how it is written to `to`, if here.
 _OTHERWISE = {
     "ga_optimizer.ns_coefficients": ("NewtonSchulz", "NewtonSchulz.read(from)", "newtonSchulz.write(to)"),
@@ -78,7 +86,7 @@ _MORE = {
     "ga_config.on_param_done": ". What it throws comes out of the call that it is called in, or of the next one",
 }
 _IMPORTS = {
-    "ArrayList": "java.util.ArrayList", "Collections": "java.util.Collections",
+    "ArrayList": "java.util.ArrayList", "Buffer": "java.nio.Buffer", "Collections": "java.util.Collections",
     "DoubleStream": "java.util.stream.DoubleStream", "Consumer": "java.util.function.Consumer", "List": "java.util.List", "LongStream": "java.util.stream.LongStream",
     "Optional": "java.util.Optional",
 }  # fmt: skip
@@ -138,7 +146,7 @@ def write(header: Header) -> dict[str, str]:
             files[f"{_type_name(struct.c_name)}Members.java"] = java.file(java.fields(struct))
         elif struct.c_name not in _BY_HAND:
             files[f"{_type_name(struct.c_name)}.java"] = java.file(java.record(struct))
-    for owner in _CLASSES:
+    for owner in dict.fromkeys([*_CLASSES, *_OVERLOADED]):
         files[f"{owner}Members.java"] = java.file(java.members(owner))
     java.translator.check()
     return files
@@ -318,14 +326,16 @@ class _Java:
 
     def members(self, owner: str) -> Iterator[str]:
         """The superclass of a class, which calls functions of C as they are."""
-        base, parameters = _CLASSES[owner]
-        arguments = ", ".join(parameter.split()[1] for parameter in parameters.split(", "))
-        yield f"/** What {{@link {owner}}} has of gradaccum.h as it is there. */"
+        base, parameters = _CLASSES.get(owner, ("Object", ""))
+        arguments = ", ".join(parameter.split()[1] for parameter in parameters.split(", ") if parameter)
+        yield f"/** What {{@link {owner}}} has of gradaccum.h as it is there, and overloads of its methods. */"
         yield f"abstract class {owner}Members extends {base} {{"
         yield from [f"  {owner}Members({parameters}) {{", f"    super({arguments});", "  }"]
         for f in self.header.functions:
-            if f.owner == owner:
+            if f.owner == owner and owner in _CLASSES:
                 yield from self.member(f)
+        if owner in _OVERLOADED:
+            yield from _overloads(owner)
         yield "}"
 
     def member(self, f: Function) -> Iterator[str]:
@@ -398,6 +408,30 @@ class _Java:
         yield f"  public static Builder builder({taken}) {{"
         yield f"    try ({struct.c_name} defaults = new {struct.c_name}({given})) {{"
         yield from ["      return read(defaults);", "    }", "  }"]
+
+
+def _overloads(owner: str) -> Iterator[str]:
+    """Methods that take buffers where those of a class take tensors, and methods without options of a micro-batch."""
+    source = (_SOURCES / "java/org/gradaccum" / f"{_OVERLOADED[owner]}.java").read_text(encoding="utf-8")
+    for doc, result, name, parameters in _METHOD.findall(source.replace("{@link #", f"{{@link {owner}#")):
+        given, taken = [], []
+        declared = ["", f"  {doc}", f"  public abstract {result} {name}({parameters});"]
+        for kind, parameter in (p.rsplit(None, 1) for p in parameters.split(",")):
+            kind = kind.strip()
+            if kind == "Tensor":
+                doc = re.sub(rf"@param {parameter}\b", r"\g<0> a direct buffer:", doc)
+                taken.append(f"Buffer {parameter}")
+                given.append(f'Tensor.of("{parameter}", {parameter})')
+            elif kind == "MicroOptions" and not given:
+                doc = re.sub(rf"   \* @param {parameter} .*\n", "", doc)
+                given.append("null")
+            else:
+                taken.append(f"{kind} {parameter}")
+                given.append(parameter)
+        call = f"{name}({', '.join(given)});"
+        if "Tensor.of(" in call or "null, " in call:
+            yield from [*declared, "", f"  {doc}", f"  public {result} {name}({', '.join(taken)}) {{"]
+            yield from [f"    {'' if result == 'void' else 'return '}{call}", "  }"]
 
 
 def _members(name: str) -> str:

@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 package org.gradaccum;
 
-import java.lang.ref.Reference;
-import java.nio.Buffer;
-
 /**
  * A layer of batch normalisation, y = gamma (x - mean) / sqrt(variance + eps) + beta for each
  * channel. Made by {@link Context#addBatchNorm}. The backward calls are those of {@link
@@ -75,17 +72,6 @@ public final class BatchNorm extends BatchNormMembers {
    * @param samples samples in x
    * @param positions positions in x
    */
-  public void accumulate(Buffer x, long samples, long positions) {
-    accumulate(Tensor.of("x", x), samples, positions);
-  }
-
-  /**
-   * Takes the statistics of a micro-batch.
-   *
-   * @param x the input
-   * @param samples samples in x
-   * @param positions positions in x
-   */
   public void accumulate(Tensor x, long samples, long positions) {
     context.run(c -> {
       Raw.ga_bn_accumulate(c, id, address(x, samples, positions, false, "x"), samples, positions);
@@ -100,19 +86,7 @@ public final class BatchNorm extends BatchNormMembers {
    * @param spread [channels], of the same dtype
    * @param kind what spread is
    */
-  public void accumulateStats(long count, Buffer mean, Buffer spread, Spread kind) {
-    accumulateStats(count, Tensor.of("mean", mean), Tensor.of("spread", spread), kind);
-  }
-
-  /**
-   * Takes statistics that the program has computed itself.
-   *
-   * @param count elements of each channel; &gt;= 0
-   * @param mean [channels], F32 or F64
-   * @param spread [channels], of the same dtype
-   * @param kind what spread is
-   */
-  public void accumulateStats(long count, Tensor mean, Tensor spread, Spread kind) {
+  public void accumulateStats(long count, Tensor mean, Tensor spread, BatchNorm.Spread kind) {
     Check.notNull(mean, "mean");
     Check.notNull(spread, "spread");
     Check.notNull(kind, "kind");
@@ -127,18 +101,6 @@ public final class BatchNorm extends BatchNormMembers {
           kind.value(),
           of.value());
     }, mean, spread);
-  }
-
-  /**
-   * Normalises x of a micro-batch to y.
-   *
-   * @param x the input
-   * @param samples samples in x
-   * @param positions positions in x
-   * @param y the output; may be x
-   */
-  public void forward(Buffer x, long samples, long positions, Buffer y) {
-    forward(Tensor.of("x", x), samples, positions, Tensor.of("y", y));
   }
 
   /**
@@ -169,18 +131,6 @@ public final class BatchNorm extends BatchNormMembers {
    * @param positions positions in x
    * @param y the output; may be x
    */
-  public void infer(Buffer x, long samples, long positions, Buffer y) {
-    infer(Tensor.of("x", x), samples, positions, Tensor.of("y", y));
-  }
-
-  /**
-   * Normalises by the running statistics, at any time. Nothing is counted.
-   *
-   * @param x the input
-   * @param samples samples in x
-   * @param positions positions in x
-   * @param y the output; may be x
-   */
   public void infer(Tensor x, long samples, long positions, Tensor y) {
     context.run(c -> {
       Raw.ga_bn_infer(
@@ -196,34 +146,12 @@ public final class BatchNorm extends BatchNormMembers {
   /**
    * Reads the running statistics.
    *
-   * @param mean [channels], F32 or F64
-   * @param variance [channels], of the same dtype
-   * @return how often they have moved
-   */
-  public long running(Buffer mean, Buffer variance) {
-    return running(Tensor.of("mean", mean), Tensor.of("variance", variance));
-  }
-
-  /**
-   * Reads the running statistics.
-   *
    * @param mean [channels], F32 or F64, in the host's memory
    * @param variance [channels], of the same dtype
    * @return how often they have moved
    */
   public long running(Tensor mean, Tensor variance) {
     return query(Raw::ga_bn_running, mean, variance);
-  }
-
-  /**
-   * Sets the running statistics. Between windows.
-   *
-   * @param mean [channels], F32 or F64
-   * @param variance [channels], of the same dtype, &gt;= 0
-   * @param steps how often they have moved; &gt;= 0
-   */
-  public void setRunning(Buffer mean, Buffer variance, long steps) {
-    setRunning(Tensor.of("mean", mean), Tensor.of("variance", variance), steps);
   }
 
   /**
@@ -246,17 +174,6 @@ public final class BatchNorm extends BatchNormMembers {
           of.value(),
           steps);
     }, mean, variance);
-  }
-
-  /**
-   * Reads the statistics that the layer normalises by now, with the biased variance.
-   *
-   * @param mean [channels], F32 or F64
-   * @param variance [channels], of the same dtype
-   * @return the elements of a channel that they are of
-   */
-  public long statistics(Buffer mean, Buffer variance) {
-    return statistics(Tensor.of("mean", mean), Tensor.of("variance", variance));
   }
 
   /**

@@ -36,22 +36,11 @@ abstract class ContextWindow extends ContextState {
   /**
    * Adds a micro-batch to the window.
    *
+   * @param options may be null
    * @param weight samples, tokens, or 1; finite, &gt;= 0
    * @param gradients one for each parameter and flat block in the order they were added, direct
    *     buffers of the shape and gradient dtype of their parameter; null: none in this micro-batch
    * @throws GradAccumException {@link Status#WINDOW_FULL}: {@link #step} must be called next
-   */
-  public void accumulate(double weight, Buffer... gradients) {
-    accumulate(null, weight, gradients);
-  }
-
-  /**
-   * Adds a micro-batch to the window.
-   *
-   * @param options may be null
-   * @param weight samples, tokens, or 1; finite, &gt;= 0
-   * @param gradients one for each parameter and flat block in the order they were added; null: none
-   *     in this micro-batch
    */
   public void accumulate(MicroOptions options, double weight, Buffer... gradients) {
     Check.notNull(gradients, "gradients");
@@ -84,17 +73,6 @@ abstract class ContextWindow extends ContextState {
   /**
    * Adds a micro-batch to the window, by addresses too.
    *
-   * @param weight samples, tokens, or 1; finite, &gt;= 0
-   * @param gradients one for each parameter and flat block in the order they were added; null: none
-   *     in this micro-batch
-   */
-  public void accumulate(double weight, Tensor... gradients) {
-    accumulate(null, weight, gradients);
-  }
-
-  /**
-   * Adds a micro-batch to the window, by addresses too.
-   *
    * @param options may be null
    * @param weight samples, tokens, or 1; finite, &gt;= 0
    * @param gradients one for each parameter and flat block in the order they were added; null: none
@@ -114,18 +92,6 @@ abstract class ContextWindow extends ContextState {
       exit();
       Reference.reachabilityFence(gradients);
     }
-  }
-
-  /**
-   * Adds a micro-batch to the window, from arrays, which are copied through buffers of the
-   * context's own, as large as all gradients.
-   *
-   * @param weight samples, tokens, or 1; finite, &gt;= 0
-   * @param gradients one for each parameter and flat block in the order they were added, whose
-   *     gradients are F32; null: none in this micro-batch
-   */
-  public void accumulate(double weight, float[]... gradients) {
-    accumulate(null, weight, gradients);
   }
 
   /**

@@ -1,14 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 package org.gradaccum;
 
-import java.nio.Buffer;
-
 /**
  * A view of a gradient that belongs to the library; made by {@link Param#gradient}. It lives until
  * the context accumulates, discards, steps, loads or is closed; after that, its methods throw an
  * {@link IllegalStateException} and read nothing.
  */
-public final class Gradient {
+public final class Gradient extends GradientMembers {
   private final Context context;
   private final long moves;
   private final long address;
@@ -43,20 +41,10 @@ public final class Gradient {
   }
 
   /**
-   * Copies elements out.
-   *
-   * @param from the first element
-   * @param out a direct buffer, filled from its position to its limit, which do not move
-   */
-  public void copyTo(long from, Buffer out) {
-    copyTo(from, Tensor.of("out", out));
-  }
-
-  /**
    * Copies elements out, on the CPU.
    *
    * @param from the first element
-   * @param out filled whole
+   * @param out filled whole; the position of a buffer and its limit do not move
    */
   public void copyTo(long from, Tensor out) {
     Check.notNull(out, "out");

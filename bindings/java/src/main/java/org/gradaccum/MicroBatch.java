@@ -2,9 +2,9 @@
 package org.gradaccum;
 
 import java.lang.ref.Reference;
-import java.nio.Buffer;
 import java.nio.ByteBuffer;
 import java.util.List;
+import java.util.function.LongConsumer;
 
 /**
  * An open micro-batch, whose gradients come by part. Made by {@link Context#beginMicroBatch}, for a
@@ -23,7 +23,7 @@ import java.util.List;
  * <p>If an exception leaves the block before {@link #end}, the window is discarded: half a
  * micro-batch never reaches a step.
  */
-public final class MicroBatch implements AutoCloseable {
+public final class MicroBatch extends MicroBatchMembers implements AutoCloseable {
   private final ContextWindow context;
   private boolean open = true;
 
@@ -45,38 +45,33 @@ public final class MicroBatch implements AutoCloseable {
     return enter();
   }
 
-  /**
-   * Adds a gradient to one parameter; several add up.
-   *
-   * @param param the parameter
-   * @param gradient a direct buffer of as many elements. With {@link Config.Nonfinite#DROP_MICRO}
-   *     and {@link Clip.When#MICRO} it is read by {@link #end}, and the context keeps it reachable
-   */
-  public void accumulate(Param param, Buffer gradient) {
-    Check.notNull(gradient, "gradient");
-    long c = enter(param);
+  /** Makes a call. What it uses stays reachable until it has returned. */
+  private void run(LongConsumer body, Object... used) {
+    long c = enter();
     try {
-      long address =
-          Tensor.address(
-              gradient,
-              param.gradientDtype(),
-              param.count(),
-              context.kept().areLent(),
-              "gradient",
-              param);
-      Raw.ga_accumulate_part(c, param.id(), address);
-      context.kept().added(c, gradient, false);
+      body.accept(c);
     } finally {
       context.exit();
-      Reference.reachabilityFence(gradient);
+      Reference.reachabilityFence(used);
     }
+  }
+
+  private void run(Param param, LongConsumer body, Object... used) {
+    context.checkOwn(Check.notNull(param, "param"));
+    run(body, used);
+  }
+
+  private void run(BatchNorm layer, LongConsumer body, Object... used) {
+    context.checkOwn(Check.notNull(layer, "layer"));
+    run(body, used);
   }
 
   /**
    * Adds a gradient to one parameter; several add up.
    *
    * @param param the parameter
-   * @param gradient as many elements
+   * @param gradient as many elements. With {@link Config.Nonfinite#DROP_MICRO} and {@link
+   *     Clip.When#MICRO} it is read by {@link #end}, and the context keeps it reachable
    */
   public void accumulate(Param param, Tensor gradient) {
     Check.notNull(gradient, "gradient");
@@ -108,8 +103,7 @@ public final class MicroBatch implements AutoCloseable {
     long c = enter(param);
     try {
       if (param.gradientDtype() != Dtype.F32) {
-        throw Tensor.refuse(
-            "gradient", param, "a float[] does not hold elements of " + param.gradientDtype());
+        throw Tensor.refuseFloats(param, param.gradientDtype());
       }
       ByteBuffer copy = context.kept().copy(gradient);
       long address = Tensor.address(copy, Dtype.F32, param.count(), false, "gradient", param);
@@ -124,29 +118,17 @@ public final class MicroBatch implements AutoCloseable {
    * Adds a gradient that has only some rows. Needs {@link ParamOptions#rows}.
    *
    * @param param the parameter
-   * @param indices the rows, an {@link java.nio.IntBuffer} or {@link java.nio.LongBuffer}, direct,
-   *     in any order; repeated ones add up
-   * @param values a direct buffer: a row for each index
-   */
-  public void accumulateRows(Param param, Buffer indices, Buffer values) {
-    accumulateRows(param, Tensor.of("indices", indices), Tensor.of("values", values));
-  }
-
-  /**
-   * Adds a gradient that has only some rows. Needs {@link ParamOptions#rows}.
-   *
-   * @param param the parameter
-   * @param indices the rows, I32 or I64, in any order; repeated ones add up
+   * @param indices the rows, I32 or I64, as an {@link java.nio.IntBuffer} or {@link
+   *     java.nio.LongBuffer} is, in any order; repeated ones add up
    * @param values a row for each index
    */
   public void accumulateRows(Param param, Tensor indices, Tensor values) {
     Check.notNull(indices, "indices");
     Check.notNull(values, "values");
-    long c = enter(param);
-    try {
+    run(param, c -> {
       Dtype dtype = indices.dtype("indices");
       if (dtype != Dtype.I32 && dtype != Dtype.I64) {
-        throw Tensor.refuse("indices", param, "the dtype was " + dtype + ", expected I32 or I64");
+        throw Tensor.refuse("indices", param, "the dtype was %s, expected I32 or I64", dtype);
       }
       long count = indices.elements(dtype);
       List<Long> shape = param.shape();
@@ -163,43 +145,12 @@ public final class MicroBatch implements AutoCloseable {
           count,
           values.address(param.gradientDtype(), elements, false, "values", param));
       context.kept().added(c, List.of(indices, values), false);
-    } finally {
-      context.exit();
-      Reference.reachabilityFence(indices);
-      Reference.reachabilityFence(values);
-    }
+    }, indices, values);
   }
 
   /**
    * Adds the matrix product A B to a parameter that is taken as a matrix [m, n], m being its first
    * dimension: the weight gradient of a dense layer, which then is never in memory as a whole.
-   *
-   * @param param the parameter
-   * @param k columns of A and rows of B, after transposition
-   * @param a A, [m, k] after transposition: a direct buffer
-   * @param lda elements from row to row of A as stored
-   * @param transposeA whether A is stored as [k, m]
-   * @param b B, [k, n] after transposition: a direct buffer
-   * @param ldb elements from row to row of B as stored
-   * @param transposeB whether B is stored as [n, k]
-   * @throws GradAccumException {@link Status#UNSUPPORTED}: no library for matrix products could be
-   *     loaded; everything else keeps working
-   */
-  public void accumulateMatmul(
-      Param param,
-      long k,
-      Buffer a,
-      long lda,
-      Transpose transposeA,
-      Buffer b,
-      long ldb,
-      Transpose transposeB) {
-    accumulateMatmul(
-        param, k, Tensor.of("a", a), lda, transposeA, Tensor.of("b", b), ldb, transposeB);
-  }
-
-  /**
-   * Adds the matrix product A B to a parameter, as the method of the same name for buffers.
    *
    * @param param the parameter
    * @param k columns of A and rows of B, after transposition
@@ -209,6 +160,8 @@ public final class MicroBatch implements AutoCloseable {
    * @param b B, [k, n] after transposition, of the same dtype
    * @param ldb elements from row to row of B as stored
    * @param transposeB whether B is stored as [n, k]
+   * @throws GradAccumException {@link Status#UNSUPPORTED}: no library for matrix products could be
+   *     loaded; everything else keeps working
    */
   public void accumulateMatmul(
       Param param,
@@ -223,8 +176,7 @@ public final class MicroBatch implements AutoCloseable {
     Check.notNull(transposeA, "transposeA");
     Check.notNull(b, "b");
     Check.notNull(transposeB, "transposeB");
-    long c = enter(param);
-    try {
+    run(param, c -> {
       Dtype dtype = a.dtype("a");
       long m = param.shape().isEmpty() ? 1 : param.shape().get(0);
       long n = m == 0 ? 0 : param.count() / m;
@@ -242,11 +194,7 @@ public final class MicroBatch implements AutoCloseable {
           transposeB.value(),
           dtype.value());
       context.kept().added(c, List.of(a, b), false);
-    } finally {
-      context.exit();
-      Reference.reachabilityFence(a);
-      Reference.reachabilityFence(b);
-    }
+    }, a, b);
   }
 
   // A matrix may be part of a larger one, so there may be more elements than it needs.
@@ -257,13 +205,10 @@ public final class MicroBatch implements AutoCloseable {
       throw Tensor.refuse(
           role,
           param,
-          "a matrix of "
-              + rows
-              + " rows and "
-              + columns
-              + " columns cannot have "
-              + stride
-              + " elements from row to row");
+          "a matrix of %s rows and %s columns cannot have %s elements from row to row",
+          rows,
+          columns,
+          stride);
     }
     if (rows > 0 && columns > 0) {
       // All rows, less what follows the columns of the last one.
@@ -301,24 +246,8 @@ public final class MicroBatch implements AutoCloseable {
    * @param positions positions in x
    */
   public void backwardAccumulate(
-      BatchNorm layer, Buffer x, Buffer dy, long samples, long positions) {
-    backwardAccumulate(layer, Tensor.of("x", x), Tensor.of("dy", dy), samples, positions);
-  }
-
-  /**
-   * Sums over dy and x of this micro-batch, as the method of the same name for buffers.
-   *
-   * @param layer the layer
-   * @param x its input
-   * @param dy the gradient of its output
-   * @param samples samples in x
-   * @param positions positions in x
-   */
-  public void backwardAccumulate(
       BatchNorm layer, Tensor x, Tensor dy, long samples, long positions) {
-    context.checkOwn(Check.notNull(layer, "layer"));
-    long c = enter();
-    try {
+    run(layer, c -> {
       Raw.ga_bn_backward_accumulate(
           c,
           layer.id(),
@@ -326,27 +255,7 @@ public final class MicroBatch implements AutoCloseable {
           layer.address(dy, samples, positions, false, "dy"),
           samples,
           positions);
-    } finally {
-      context.exit();
-      Reference.reachabilityFence(x);
-      Reference.reachabilityFence(dy);
-    }
-  }
-
-  /**
-   * Writes dx of this micro-batch.
-   *
-   * @param layer the layer
-   * @param x its input
-   * @param dy the gradient of its output
-   * @param samples samples in x
-   * @param positions positions in x
-   * @param dx the gradient of its input; may be dy or x
-   */
-  public void backward(
-      BatchNorm layer, Buffer x, Buffer dy, long samples, long positions, Buffer dx) {
-    backward(
-        layer, Tensor.of("x", x), Tensor.of("dy", dy), samples, positions, Tensor.of("dx", dx));
+    }, x, dy);
   }
 
   /**
@@ -361,9 +270,7 @@ public final class MicroBatch implements AutoCloseable {
    */
   public void backward(
       BatchNorm layer, Tensor x, Tensor dy, long samples, long positions, Tensor dx) {
-    context.checkOwn(Check.notNull(layer, "layer"));
-    long c = enter();
-    try {
+    run(layer, c -> {
       Raw.ga_bn_backward(
           c,
           layer.id(),
@@ -372,25 +279,12 @@ public final class MicroBatch implements AutoCloseable {
           samples,
           positions,
           layer.address(dx, samples, positions, true, "dx"));
-    } finally {
-      context.exit();
-      Reference.reachabilityFence(x);
-      Reference.reachabilityFence(dy);
-      Reference.reachabilityFence(dx);
-    }
+    }, x, dy, dx);
   }
 
   /** Closes the micro-batch: its gradients are in the window. */
   public void end() {
-    long c = enter();
-    try {
-      Raw.ga_micro_end(c);
-      open = false;
-      context.kept().release(c);
-      context.move();
-    } finally {
-      context.exit();
-    }
+    finish(Raw::ga_micro_end);
   }
 
   /**
@@ -400,15 +294,16 @@ public final class MicroBatch implements AutoCloseable {
    *     Context#discard} drops the window
    */
   public void abort() {
-    long c = enter();
-    try {
-      Raw.ga_micro_abort(c);
+    finish(Raw::ga_micro_abort);
+  }
+
+  private void finish(LongConsumer how) {
+    run(c -> {
+      how.accept(c);
       open = false;
       context.kept().release(c);
       context.move();
-    } finally {
-      context.exit();
-    }
+    });
   }
 
   /**

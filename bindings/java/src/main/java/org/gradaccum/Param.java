@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 package org.gradaccum;
 
-import java.lang.ref.Reference;
 import java.nio.Buffer;
 import java.util.ArrayList;
 import java.util.List;
@@ -75,19 +74,10 @@ public final class Param extends ParamMembers {
   }
 
   /**
-   * Tells that the parameter has moved: the buffer holds its values now. Between windows.
-   *
-   * @param data a direct buffer of as many elements, kept reachable until the parameter moves again
-   *     or the context is closed
-   */
-  public void bind(Buffer data) {
-    bind(Tensor.of("data", data));
-  }
-
-  /**
    * Tells that the parameter has moved: the tensor holds its values now. Between windows.
    *
-   * @param data as many elements
+   * @param data as many elements; a buffer is kept reachable until the parameter moves again or the
+   *     context is closed
    */
   public void bind(Tensor data) {
     Check.notNull(data, "data");
@@ -160,21 +150,8 @@ public final class Param extends ParamMembers {
    * Dtype#F32}.
    *
    * @param name such as "exp_avg"
-   * @param out a direct buffer of as many elements as {@link #state} says; a FloatBuffer of as many
-   *     numbers where these are codes
-   */
-  public void getState(String name, Buffer out) {
-    getState(name, Tensor.of("out", out));
-  }
-
-  /**
-   * Reads an array of state whole. Between windows; with {@link
-   * CommunicatorOptions.Shard#OPTIMIZER}, on every rank. State under {@link Dtype#STATE_8BIT} is
-   * read as codes, bytes of {@link Dtype#U8}, or as the numbers that these stand for, of {@link
-   * Dtype#F32}.
-   *
-   * @param name such as "exp_avg"
-   * @param out as many elements as {@link #state} says, in the host's memory
+   * @param out as many elements as {@link #state} says, in the host's memory; F32, as a FloatBuffer
+   *     is, of as many numbers where these are codes
    */
   public void getState(String name, Tensor out) {
     Check.notNull(name, "name");
@@ -196,21 +173,8 @@ public final class Param extends ParamMembers {
    * their own; or by numbers of {@link Dtype#F32}, whose scales and nearest codes are written.
    *
    * @param name such as "exp_avg"
-   * @param data a direct buffer of as many elements as {@link #state} says; a FloatBuffer of as
-   *     many numbers where these are codes
-   */
-  public void setState(String name, Buffer data) {
-    setState(name, Tensor.of("data", data));
-  }
-
-  /**
-   * Writes an array of state whole. Between windows; "step" last; with {@link
-   * CommunicatorOptions.Shard#OPTIMIZER}, on every rank. State under {@link Dtype#STATE_8BIT} is
-   * written by codes, bytes of {@link Dtype#U8}, with the scales of their blocks under a name of
-   * their own; or by numbers of {@link Dtype#F32}, whose scales and nearest codes are written.
-   *
-   * @param name such as "exp_avg"
-   * @param data as many elements as {@link #state} says, in the host's memory
+   * @param data as many elements as {@link #state} says, in the host's memory; F32, as a FloatBuffer
+   *     is, of as many numbers where these are codes
    */
   public void setState(String name, Tensor data) {
     Check.notNull(name, "name");
@@ -231,16 +195,6 @@ public final class Param extends ParamMembers {
       }
     }
     return null;
-  }
-
-  /**
-   * Writes the moving average of the parameter, rounded to the dtype of the buffer; with {@link
-   * CommunicatorOptions.Shard#OPTIMIZER}, on every rank.
-   *
-   * @param out a direct buffer of as many elements
-   */
-  public void copyEmaTo(Buffer out) {
-    copyEmaTo(Tensor.of("out", out));
   }
 
   /**
