@@ -159,7 +159,7 @@ public final class Context extends ContextWindow {
     Check.notNull(data, "data");
     Check.notNull(entries, "entries");
     long c = enter();
-    List<AutoCloseable> structs = new ArrayList<>();
+    List<Runnable> structs = new ArrayList<>();  // what closes them
     try {
       Dtype dtype = data.dtype("data");
       long end = 0;
@@ -168,7 +168,7 @@ public final class Context extends ContextWindow {
         FlatEntry entry = Check.notNull(entries.get(i), "entries", i);
         checkOwn(entry.group());
         ga_flat_entry fields = new ga_flat_entry();
-        structs.add(fields);
+        structs.add(fields::close);
         proxies[i] = ga_flat_entry.getCPtr(fields);
         fields.set_name(entry.name());
         fields.setGroup(entry.group().id());
@@ -176,7 +176,7 @@ public final class Context extends ContextWindow {
         fields.setOffset(entry.offset());
         if (entry.options() != null) {
           ga_param_options own = new ga_param_options();
-          structs.add(own);
+          structs.add(own::close);
           entry.options().write(own);
           fields.setOptions(own);
         }
@@ -190,7 +190,7 @@ public final class Context extends ContextWindow {
       ga_param_options fields = null;
       if (options != null) {
         fields = new ga_param_options();
-        structs.add(fields);
+        structs.add(fields::close);
         options.write(fields);
       }
       long address =
@@ -205,19 +205,9 @@ public final class Context extends ContextWindow {
       slots.add(new Slot(added, true));
       return Collections.unmodifiableList(added);
     } finally {
-      closeAll(structs);
+      structs.forEach(Runnable::run);
       exit();
       Reference.reachabilityFence(data);
-    }
-  }
-
-  private static void closeAll(List<AutoCloseable> structs) {
-    for (AutoCloseable struct : structs) {
-      try {
-        struct.close();
-      } catch (Exception e) {
-        throw new AssertionError(e);  // a proxy does not throw
-      }
     }
   }
 

@@ -3,7 +3,6 @@ package org.gradaccum;
 
 import java.io.IOException;
 import java.io.OutputStream;
-import java.lang.ref.Reference;
 import java.nio.ByteBuffer;
 import java.nio.channels.SeekableByteChannel;
 import java.nio.channels.WritableByteChannel;
@@ -33,12 +32,7 @@ abstract class ContextState extends ContextMembers {
    */
   public void save(Path path, StateOptions options) {
     Check.notNull(path, "path");
-    Check.notNull(options, "options");
-    run(c -> {
-      try (State state = new State(options)) {
-        state.call(fields -> Raw.ga_save(c, path.toString(), fields));
-      }
-    });
+    with(options, (c, state) -> state.call(fields -> Raw.ga_save(c, path.toString(), fields)));
   }
 
   /**
@@ -60,12 +54,9 @@ abstract class ContextState extends ContextMembers {
    */
   public void load(Path path, StateOptions options) {
     Check.notNull(path, "path");
-    Check.notNull(options, "options");
-    run(c -> {
-      try (State state = new State(options)) {
-        state.call(fields -> Raw.ga_load(c, path.toString(), fields));
-        move();
-      }
+    with(options, (c, state) -> {
+      state.call(fields -> Raw.ga_load(c, path.toString(), fields));
+      move();
     });
   }
 
@@ -101,17 +92,14 @@ abstract class ContextState extends ContextMembers {
    */
   public void load(ByteBuffer bytes, StateOptions options) {
     Check.notNull(bytes, "bytes");
-    Check.notNull(options, "options");
     if (!bytes.isDirect()) {
       throw Tensor.refuse(
           "bytes", null, "the ByteBuffer is on the heap of Java, expected a direct buffer");
     }
-    run(c -> {
-      try (State state = new State(options)) {
-        long address = Raw.buffer_address(bytes) + bytes.position();
-        state.call(fields -> Raw.ga_load_from_memory(c, address, bytes.remaining(), fields));
-        move();
-      }
+    with(options, (c, state) -> {
+      long address = Raw.buffer_address(bytes) + bytes.position();
+      state.call(fields -> Raw.ga_load_from_memory(c, address, bytes.remaining(), fields));
+      move();
     }, bytes);
   }
 
@@ -125,7 +113,6 @@ abstract class ContextState extends ContextMembers {
    */
   public void save(SeekableByteChannel channel, StateOptions options) throws IOException {
     Check.notNull(channel, "channel");
-    Check.notNull(options, "options");
     long start = channel.position();
     write(
         options,
@@ -145,7 +132,6 @@ abstract class ContextState extends ContextMembers {
    */
   public void save(OutputStream stream, StateOptions options) throws IOException {
     Check.notNull(stream, "stream");
-    Check.notNull(options, "options");
     Header header = new Header();
     write(options, header::take);
     byte[] piece = new byte[1 << 16];
@@ -177,15 +163,26 @@ abstract class ContextState extends ContextMembers {
     }
   }
 
-  private void write(StateOptions options, Callback.Transfer transfer) throws IOException {
-    long c = enter();
-    try (State state = new State(options)) {
+  private void write(StateOptions options, Callback.Transfer transfer) {
+    with(options, (c, state) -> {
       state.transfer(
           transfer,
           (fields, relay) -> Raw.ga_state_write(c, Raw.write_function(), relay, fields));
-    } finally {
-      exit();
-    }
+    });
+  }
+
+  /** A save or a load. */
+  private interface Call {
+    void run(long c, State state);
+  }
+
+  private void with(StateOptions options, Call call, Object... used) {
+    Check.notNull(options, "options");
+    run(c -> {
+      try (State state = new State(options)) {
+        call.run(c, state);
+      }
+    }, used);
   }
 
   /**
@@ -198,24 +195,21 @@ abstract class ContextState extends ContextMembers {
    */
   public void load(SeekableByteChannel channel, StateOptions options) throws IOException {
     Check.notNull(channel, "channel");
-    Check.notNull(options, "options");
     long start = channel.position();
     long size = channel.size() - start;
-    run(c -> {
-      try (State state = new State(options)) {
-        state.transfer(
-            (offset, bytes) -> {
-              channel.position(start + offset);
-              while (bytes.hasRemaining()) {
-                if (channel.read(bytes) < 0) {
-                  throw new IOException(
-                      "the channel ended after " + (channel.size() - start) + " bytes");
-                }
+    with(options, (c, state) -> {
+      state.transfer(
+          (offset, bytes) -> {
+            channel.position(start + offset);
+            while (bytes.hasRemaining()) {
+              if (channel.read(bytes) < 0) {
+                throw new IOException(
+                    "the channel ended after " + (channel.size() - start) + " bytes");
               }
-            },
-            (fields, relay) -> Raw.ga_state_read(c, Raw.read_function(), relay, size, fields));
-        move();
-      }
+            }
+          },
+          (fields, relay) -> Raw.ga_state_read(c, Raw.read_function(), relay, size, fields));
+      move();
     });
   }
 }

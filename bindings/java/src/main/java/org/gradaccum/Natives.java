@@ -1,11 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 package org.gradaccum;
 
-import java.io.BufferedReader;
 import java.io.IOException;
 import java.io.InputStream;
-import java.io.InputStreamReader;
-import java.io.UncheckedIOException;
 import java.nio.channels.FileChannel;
 import java.nio.charset.StandardCharsets;
 import java.nio.file.DirectoryIteratorException;
@@ -61,12 +58,8 @@ final class Natives {
     int version = RawJNI.ga_version();
     if (!fits(version)) {
       throw new UnsatisfiedLinkError(
-          "the library in "
-              + from
-              + " is libgradaccum "
-              + text(version)
-              + ", but this package was made for "
-              + text(RawConstants.GA_VERSION));
+          "the library in %s is libgradaccum %s, but this package was made for %s"
+              .formatted(from, text(version), text(RawConstants.GA_VERSION)));
     }
   }
 
@@ -160,19 +153,19 @@ final class Natives {
   }
 
   private static UnsatisfiedLinkError failed(Path file, Throwable why) {
-    UnsatisfiedLinkError error =
-        new UnsatisfiedLinkError(
-            file + " could not be loaded: " + explain(String.valueOf(why.getMessage())));
-    error.initCause(why);
-    return error;
+    return error(file + " could not be loaded: " + explain(String.valueOf(why.getMessage())), why);
   }
 
   private static UnsatisfiedLinkError denied(IllegalCallerException why) {
-    UnsatisfiedLinkError error =
-        new UnsatisfiedLinkError(
-            "Java was told not to load libraries for this code: start it with"
-                + " --enable-native-access=ALL-UNNAMED, or with the name of the module that"
-                + " gradaccum.jar is in");
+    return error(
+        "Java was told not to load libraries for this code: start it with"
+            + " --enable-native-access=ALL-UNNAMED, or with the name of the module that"
+            + " gradaccum.jar is in",
+        why);
+  }
+
+  private static UnsatisfiedLinkError error(String message, Throwable why) {
+    UnsatisfiedLinkError error = new UnsatisfiedLinkError(message);
     error.initCause(why);
     return error;
   }
@@ -228,28 +221,18 @@ final class Natives {
         }
       }
       return folder;
-    } catch (IOException | UncheckedIOException e) {
-      UnsatisfiedLinkError error =
-          new UnsatisfiedLinkError(
-              "the library of the jar could not be copied to "
-                  + folder
-                  + ": "
-                  + e
-                  + ". Name another folder by the property java.io.tmpdir, or one with the library"
-                  + " by "
-                  + PROPERTY);
-      error.initCause(e);
-      throw error;
+    } catch (IOException e) {
+      throw error(
+          "the library of the jar could not be copied to " + folder + ": " + e
+              + ". Name another folder by the property java.io.tmpdir, or one with the library by "
+              + PROPERTY,
+          e);
     }
   }
 
   private static List<String> names(String bundled) throws IOException {
-    try (BufferedReader reader =
-        new BufferedReader(
-            new InputStreamReader(
-                Natives.class.getResourceAsStream(bundled + "natives.txt"),
-                StandardCharsets.UTF_8))) {
-      return reader.lines().toList();
+    try (InputStream in = Natives.class.getResourceAsStream(bundled + "natives.txt")) {
+      return new String(in.readAllBytes(), StandardCharsets.UTF_8).lines().toList();
     }
   }
 

@@ -156,14 +156,7 @@ public final class Param extends ParamMembers {
   public void getState(String name, Tensor out) {
     Check.notNull(name, "name");
     Check.notNull(out, "out");
-    context.run(c -> {
-      StateInfo array = find(c, name);
-      // A name that there is not is refused by the library, which lists those that there are.
-      Dtype dtype = array != null ? out.dtypeOf(array) : Dtype.F32;
-      long address =
-          array != null ? out.address(dtype, array.count(), true, "state " + name, this) : 0;
-      Raw.ga_state_get(c, id, name, address, dtype.value(), array != null ? array.count() : 0);
-    }, out);
+    transfer(Raw::ga_state_get, name, out, true);
   }
 
   /**
@@ -179,13 +172,26 @@ public final class Param extends ParamMembers {
   public void setState(String name, Tensor data) {
     Check.notNull(name, "name");
     Check.notNull(data, "data");
+    transfer(Raw::ga_state_set, name, data, false);
+  }
+
+  /** A function of C that reads or writes an array of state. */
+  private interface StateCall {
+    void call(long c, int id, String name, long address, int dtype, long count);
+  }
+
+  private void transfer(StateCall call, String name, Tensor tensor, boolean written) {
     context.run(c -> {
       StateInfo array = find(c, name);
-      Dtype dtype = array != null ? data.dtypeOf(array) : Dtype.F32;
-      long address =
-          array != null ? data.address(dtype, array.count(), false, "state " + name, this) : 0;
-      Raw.ga_state_set(c, id, name, address, dtype.value(), array != null ? array.count() : 0);
-    }, data);
+      if (array == null) {
+        // The library refuses the name, and lists those that there are.
+        call.call(c, id, name, 0, Dtype.F32.value(), 0);
+        return;
+      }
+      Dtype dtype = tensor.dtypeOf(array);
+      long address = tensor.address(dtype, array.count(), written, "state " + name, this);
+      call.call(c, id, name, address, dtype.value(), array.count());
+    }, tensor);
   }
 
   private StateInfo find(long c, String name) {
