@@ -74,25 +74,7 @@ extern "C" SWIGEXPORT int32_t SWIGSTDCALL GaFailure() { return ga_failure; }
 %typemap(in) size_t "$1 = $input;"
 %typemap(out) size_t "$result = $1;"
 
-%typemap(ctype) void* ADDRESS "void*"
-%typemap(imtype) void* ADDRESS "global::System.IntPtr"
-%typemap(cstype) void* ADDRESS "global::System.IntPtr"
-%typemap(csin) void* ADDRESS "$csinput"
-%typemap(in) void* ADDRESS "$1 = ($1_ltype)$input;"
-%typemap(out) void* ADDRESS "$result = (void*)$1;"
-%typemap(csout, excode=SWIGEXCODE) void* ADDRESS {
-    global::System.IntPtr ret = $imcall;$excode
-    return ret;
-  }
-%typemap(csvarin, excode=SWIGEXCODE2) void* ADDRESS %{
-    set {
-      $imcall;$excode
-    } %}
-%typemap(csvarout, excode=SWIGEXCODE2) void* ADDRESS %{
-    get {
-      global::System.IntPtr ret = $imcall;$excode
-      return ret;
-    } %}
+%apply void* VOID_INT_PTR { void* ADDRESS };
 
 // A string that is marshalled would be in an encoding of the runtime's choice.
 %typemap(ctype) const char* "const char*"

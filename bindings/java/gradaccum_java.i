@@ -223,20 +223,11 @@ int32_t relay_write(void* user, int64_t offset, const void* data, size_t size) {
 %apply long long { int64_t, uint64_t, size_t };
 
 // A long of Java's holds the 64 bits of an unsigned number too.
-%typemap(jni) uint64_t, size_t "jlong"
-%typemap(jtype) uint64_t, size_t "long"
-%typemap(jstype) uint64_t, size_t "long"
-%typemap(javain) uint64_t, size_t "$javainput"
-%typemap(javaout) uint64_t, size_t { return $jnicall; }
 %typemap(in) uint32_t, uint64_t, size_t %{ $1 = static_cast<$1_ltype>($input); %}
 %typemap(out) uint32_t %{ $result = static_cast<jint>($1); %}
 %typemap(out) uint64_t, size_t %{ $result = static_cast<jlong>($1); %}
 
-%typemap(jni) void* ADDRESS "jlong"
-%typemap(jtype) void* ADDRESS "long"
-%typemap(jstype) void* ADDRESS "long"
-%typemap(javain) void* ADDRESS "$javainput"
-%typemap(javaout) void* ADDRESS { return $jnicall; }
+%apply long long { void* ADDRESS };
 %typemap(in) void* ADDRESS %{ $1 = reinterpret_cast<$1_ltype>($input); %}
 %typemap(freearg) void* ADDRESS ""
 %typemap(out) void* ADDRESS %{ $result = reinterpret_cast<jlong>($1); %}
@@ -297,37 +288,30 @@ int32_t relay_write(void* user, int64_t offset, const void* data, size_t size) {
 %ga_out(double, jdouble, double, SetDoubleArrayRegion)
 %ga_out(void*, jlong, long, SetLongArrayRegion)
 
-%define %ga_array(PARAMETER, JNI, JAVA)
+// A copy of an array, with what sets the arguments to it.
+%define %ga_array(PARAMETER, JNI, JAVA, COPY, SET)
 %typemap(jni) PARAMETER #JNI "Array"
 %typemap(jtype) PARAMETER #JAVA "[]"
 %typemap(jstype) PARAMETER #JAVA "[]"
 %typemap(javain) PARAMETER "$javainput"
+%typemap(in) PARAMETER (COPY copy) {
+  if (!copy.take(jenv, $input)) return $null;
+  SET
+}
 %typemap(freearg) PARAMETER ""
 %enddef
 
-%ga_array(const int64_t* ARRAY, jlong, long)
-%typemap(in) const int64_t* ARRAY (Longs longs) %{
-  if (!longs.take(jenv, $input)) return $null;
-  $1 = reinterpret_cast<int64_t*>(longs.data());
-%}
-%ga_array((const void* const* ARRAY, size_t COUNT), jlong, long)
-%typemap(in) (const void* const* ARRAY, size_t COUNT) (Longs longs) %{
-  if (!longs.take(jenv, $input)) return $null;
-  $1 = reinterpret_cast<void**>(longs.data());
-  $2 = static_cast<size_t>(longs.size());
-%}
-%ga_array((int32_t COUNT, const int64_t* ARRAY), jlong, long)
-%typemap(in) (int32_t COUNT, const int64_t* ARRAY) (Longs longs) %{
-  if (!longs.take(jenv, $input)) return $null;
-  $1 = longs.size();
-  $2 = reinterpret_cast<int64_t*>(longs.data());
-%}
-%ga_array((const double* ARRAY, int64_t COUNT), jdouble, double)
-%typemap(in) (const double* ARRAY, int64_t COUNT) (Doubles doubles) %{
-  if (!doubles.take(jenv, $input)) return $null;
-  $1 = doubles.data();
-  $2 = doubles.size();
-%}
+%ga_array(const int64_t* ARRAY, jlong, long, Longs,
+          $1 = reinterpret_cast<int64_t*>(copy.data());)
+%ga_array((const void* const* ARRAY, size_t COUNT), jlong, long, Longs,
+          $1 = reinterpret_cast<void**>(copy.data());
+          $2 = static_cast<size_t>(copy.size());)
+%ga_array((int32_t COUNT, const int64_t* ARRAY), jlong, long, Longs,
+          $1 = copy.size();
+          $2 = reinterpret_cast<int64_t*>(copy.data());)
+%ga_array((const double* ARRAY, int64_t COUNT), jdouble, double, Doubles,
+          $1 = copy.data();
+          $2 = copy.size();)
 
 // ---- Buffers and callbacks ----------------------------------------------------------------------
 
