@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import names
 from docs import Translator, sentence
-from header import Enum, Enumerator, Field, Function, Header, Struct
+from header import Enum, Enumerator, Field, Function, Header, LayerFunction, Struct
 
 _WIDTH = 120
 
@@ -45,8 +45,8 @@ _MEMBERS = {
 }  # fmt: skip
 
 # Classes of which members are generated, what their objects are called, and functions whose members do more than call them.
-_CLASSES = {"Context": "", "Group": "group", "Param": "parameter", "BatchNorm": "layer"}
-_MEMBERS_BY_HAND = {"ga_group_count", "ga_ema_swap"}
+_CLASSES = {"Context": "", "Group": "group", "Param": "parameter", "BatchNorm": "layer", "MicroBatch": ""}
+_MEMBERS_BY_HAND = {"ga_group_count", "ga_ema_swap", "ga_micro_abort"}
 _IDENTITY = """\
 /// <summary>Its context.</summary>
 public Context Context {{ get; }}
@@ -246,7 +246,30 @@ def _class(owner: str, header: Header, translator: Translator) -> Iterator[str]:
     for f in header.functions:
         if f.owner == owner and f.c_name not in _MEMBERS_BY_HAND:
             yield from (f"  {line}" if line else "" for line in _member(f, header, translator))
+    for layer_function in header.layer_functions:
+        yield from (f"  {line}" if line else "" for line in _layer_function(layer_function, owner, translator))
     yield from ["}", ""]
+
+
+def _layer_function(f: LayerFunction, owner: str, translator: Translator) -> Iterator[str]:
+    """A method that calls a function of a layer with tensors."""
+    its_owner, name = _MEMBERS.get(f"{f.owner}.{f.name}", f"{f.owner}.{_pascal(f.name)}").split(".")
+    if its_owner != owner:
+        return
+    taken = [f"{'Tensor' if a in f.tensors else 'long'} {a}" for a in f.arguments]
+    documented = {a: names.LAYER_ARGUMENTS[a] for a in f.arguments}
+    before, begin, layer = [], "Context.Begin()", ""
+    if owner == "MicroBatch":
+        taken, documented = ["BatchNorm layer", *taken], {"layer": "the layer", **documented}
+        before, begin, layer = ["  context.Id(layer);"], "Begin()", "layer."
+    given = [f"{a}Pin.Address" if a in f.tensors else a for a in f.arguments]
+    yield from _summary(translator.function(f))
+    yield from (f'/// <param name="{a}">{sentence(about)}</param>' for a, about in documented.items())
+    yield from (f'/// <exception cref="GradAccumException">{error}.</exception>' for error in translator.errors(f))
+    yield from [f"public void {name}({', '.join(taken)}) {{", *before, f"  using (Call call = {begin}) {{"]
+    yield f"    long count = {layer}Count(samples, positions);"
+    yield from (f'    using (Pin {a}Pin = {layer}Borrow("{a}", {a}, count))' for a in f.tensors)
+    yield from [f"    Raw.{f.c_name}(call.Context, {layer}Id, {', '.join(given)});", "  }", "}", ""]
 
 
 def _member(f: Function, header: Header, translator: Translator) -> Iterator[str]:

@@ -86,6 +86,17 @@ class Function:
     errors: tuple[tuple[str, str], ...]  # statuses, and when
 
 
+@dataclass(frozen=True)
+class LayerFunction(Function):
+    """A function of a layer that works on the tensors of a micro-batch."""
+
+    arguments: tuple[str, ...]  # which of names.LAYER_ARGUMENTS, in their order
+
+    @property
+    def tensors(self) -> list[str]:
+        return [a for a in self.arguments if a not in ("samples", "positions")]
+
+
 @dataclass
 class Header:
     """All of it."""
@@ -93,6 +104,7 @@ class Header:
     enums: dict[str, Enum] = field(default_factory=dict)
     structs: dict[str, Struct] = field(default_factory=dict)
     functions: list[Function] = field(default_factory=list)  # those of which members are generated
+    layer_functions: list[LayerFunction] = field(default_factory=list)
     names: set[str] = field(default_factory=set)  # of all functions
     callbacks: dict[str, str] = field(default_factory=dict)  # typedef: comment
     constants: dict[str, tuple[Enum, Enumerator]] = field(default_factory=dict)
@@ -141,6 +153,9 @@ class _Reader:
             if name not in self.header.enums and name not in self.header.structs:
                 self.problems.append(f"names.py has {name}, which the header has not")
         self.header.functions = [f for c in inits.values() if (f := self._function(c)) is not None]
+        self.header.layer_functions = [
+            self._layer_function(c) for c in inits.values() if "positions" in [a.spelling for a in c.get_arguments()]
+        ]
         if self.problems:
             raise Refused("\n".join(self.problems))
 
@@ -261,6 +276,12 @@ class _Reader:
         owner, member = member.split(".")
         argument, result = (None, value) if is_result else (value, None)
         return Function(name, owner, member, argument, result, text, errors)
+
+    def _layer_function(self, cursor: Cursor) -> LayerFunction:
+        owner, name = str(names.member(cursor.spelling)).split(".")
+        text, _, errors = _parts(self._comment(cursor), "")
+        arguments = tuple(a.spelling for a in list(cursor.get_arguments())[2:])  # behind the context and the layer
+        return LayerFunction(cursor.spelling, owner, name, None, None, text, errors, arguments)
 
     def _value(self, cursor: Cursor, doc: str) -> Field | None:
         """What a function takes, or returns by a parameter."""

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 
 import names
 from docs import Translator
-from header import Enum, Enumerator, Field, Function, Header, Struct
+from header import Enum, Enumerator, Field, Function, Header, LayerFunction, Struct
 
 _WIDTH = 100
 _SOURCES = pathlib.Path(__file__).resolve().parent.parent / "java" / "src" / "main"
@@ -334,8 +334,11 @@ class _Java:
         for f in self.header.functions:
             if f.owner == owner and owner in _CLASSES:
                 yield from self.member(f)
+        layer = "\n".join(line for f in self.header.layer_functions for line in self.layer_function(f, owner))
+        yield from [layer, *_overloads(layer, owner, declared=True)]
         if owner in _OVERLOADED:
-            yield from _overloads(owner)
+            path = _SOURCES / "java/org/gradaccum" / f"{_OVERLOADED[owner]}.java"
+            yield from _overloads(path.read_text(encoding="utf-8"), owner, declared=False)
         yield "}"
 
     def member(self, f: Function) -> Iterator[str]:
@@ -374,6 +377,25 @@ class _Java:
             body = [f"Raw.{f.c_name}({handle}, null);"]
             yield from self._method(f, f"void {_camel(name.replace('set_', 'clear_'))}()", body, cleared)
 
+    def layer_function(self, f: LayerFunction, owner: str) -> Iterator[str]:
+        """A method that calls a function of a layer with tensors."""
+        its_owner, name = _FUNCTIONS.get(f"{f.owner}.{f.name}", f"{f.owner}.{f.name}").split(".")
+        if its_owner != owner:
+            return
+        taken = [f"{'Tensor' if a in f.tensors else 'long'} {a}" for a in f.arguments]
+        documented = [(a, names.LAYER_ARGUMENTS[a]) for a in f.arguments]
+        before, begin = "BatchNorm layer = (BatchNorm) this;", "context.run("
+        if owner == "MicroBatch":
+            taken, documented = ["BatchNorm layer", *taken], [("layer", "the layer"), *documented]
+            before, begin = "MicroBatch micro = (MicroBatch) this;", 'micro.run("layer", layer, '
+        written = {a: "true" if a in names.WRITTEN else "false" for a in f.tensors}
+        given = [f'layer.address({a}, samples, positions, {written[a]}, "{a}")' if a in f.tensors else a for a in f.arguments]
+        throws = "; ".join(self.translator.errors(f))
+        yield from ["", *_indented(_javadoc(self.translator.function(f), 2, documented, throws=throws))]
+        yield from [f"  public void {_camel(name)}({', '.join(taken)}) {{", f"    {before}"]
+        yield f"    {begin}c -> Raw.{f.c_name}(c, layer.id(), {', '.join(given)}), {', '.join(f.tensors)});"
+        yield "  }"
+
     def _method(
         self, f: Function, head: str, body: list[str], doc: Iterator[str], before: Iterable[str] = (), resource: str = ""
     ) -> Iterator[str]:
@@ -410,12 +432,14 @@ class _Java:
         yield from ["      return read(defaults);", "    }", "  }"]
 
 
-def _overloads(owner: str) -> Iterator[str]:
-    """Methods that take buffers where those of a class take tensors, and methods without options of a micro-batch."""
-    source = (_SOURCES / "java/org/gradaccum" / f"{_OVERLOADED[owner]}.java").read_text(encoding="utf-8")
+def _overloads(source: str, owner: str, *, declared: bool) -> Iterator[str]:
+    """Methods that take buffers where those of a class take tensors, and methods without options of a micro-batch.
+
+    Declares what they call, unless it is declared.
+    """
     for doc, result, name, parameters in _METHOD.findall(source.replace("{@link #", f"{{@link {owner}#")):
         given, taken = [], []
-        declared = ["", f"  {doc}", f"  public abstract {result} {name}({parameters});"]
+        head = [] if declared else ["", f"  {doc}", f"  public abstract {result} {name}({parameters});"]
         for kind, parameter in (p.rsplit(None, 1) for p in parameters.split(",")):
             kind = kind.strip()
             if kind == "Tensor":
@@ -430,7 +454,7 @@ def _overloads(owner: str) -> Iterator[str]:
                 given.append(parameter)
         call = f"{name}({', '.join(given)});"
         if "Tensor.of(" in call or "null, " in call:
-            yield from [*declared, "", f"  {doc}", f"  public {result} {name}({', '.join(taken)}) {{"]
+            yield from [*head, "", f"  {doc}", f"  public {result} {name}({', '.join(taken)}) {{"]
             yield from [f"    {'' if result == 'void' else 'return '}{call}", "  }"]
 
 

@@ -100,6 +100,14 @@ BY_HAND = {
     "ga_discard", "ga_micro_end", "ga_param_bind", "ga_param_describe", "ga_param_remove", "ga_state_count", "ga_step",
 }  # fmt: skip
 
+# Arguments of functions of layers, and those that are written.
+LAYER_ARGUMENTS = {
+    "x": "the input of the layer", "dy": "the gradient of the layer's output", "samples": "samples in x",
+    "positions": "positions in x: the product of the spatial dimensions; 1 without any",
+    "y": "where the output is written; may be x", "dx": "where the gradient of x is written; may be dy or x",
+}  # fmt: skip
+WRITTEN = {"y", "dx"}
+
 # What comments mention and only a program in C has: a sentence with one of them is left out if others remain.
 C_ONLY = {
     "ga_comm_table", "ga_optimizer_init", "ga_build_info", "ga_state_note", "static", "throw", "floating-point",

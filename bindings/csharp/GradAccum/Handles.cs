@@ -207,17 +207,6 @@ namespace GradAccum {
       }
     }
 
-    /// <summary>Takes the statistics of a micro-batch.</summary>
-    /// <param name="x">The input of the layer.</param>
-    /// <param name="samples">Its samples.</param>
-    /// <param name="positions">The product of the spatial dimensions; 1 without any.</param>
-    public void Accumulate(Tensor x, long samples, long positions) {
-      using (Call call = Context.Begin())
-      using (Pin from = Borrow("x", x, Count(samples, positions))) {
-        Raw.ga_bn_accumulate(call.Context, Id, from.Address, samples, positions);
-      }
-    }
-
     /// <summary>Takes statistics that the program has computed itself.</summary>
     /// <param name="count">Elements of each channel.</param>
     /// <param name="mean">The mean of each channel, f32 or f64.</param>
@@ -230,36 +219,6 @@ namespace GradAccum {
         using (Pin first = new Pin(mean))
         using (Pin second = new Pin(spread)) {
           Raw.ga_bn_accumulate_stats(call.Context, Id, count, first.Address, second.Address, (int)kind, (int)mean.DType);
-        }
-      }
-    }
-
-    /// <summary>Normalises the input of a micro-batch.</summary>
-    /// <param name="x">The input.</param>
-    /// <param name="samples">Its samples.</param>
-    /// <param name="positions">The product of the spatial dimensions; 1 without any.</param>
-    /// <param name="y">Where the output is written; may be x.</param>
-    public void Forward(Tensor x, long samples, long positions, Tensor y) {
-      using (Call call = Context.Begin()) {
-        long count = Count(samples, positions);
-        using (Pin from = Borrow("x", x, count))
-        using (Pin to = Borrow("y", y, count)) {
-          Raw.ga_bn_forward(call.Context, Id, from.Address, samples, positions, to.Address);
-        }
-      }
-    }
-
-    /// <summary>Normalises by the running statistics. Nothing is counted.</summary>
-    /// <param name="x">The input.</param>
-    /// <param name="samples">Its samples.</param>
-    /// <param name="positions">The product of the spatial dimensions; 1 without any.</param>
-    /// <param name="y">Where the output is written; may be x.</param>
-    public void Infer(Tensor x, long samples, long positions, Tensor y) {
-      using (Call call = Context.Begin()) {
-        long count = Count(samples, positions);
-        using (Pin from = Borrow("x", x, count))
-        using (Pin to = Borrow("y", y, count)) {
-          Raw.ga_bn_infer(call.Context, Id, from.Address, samples, positions, to.Address);
         }
       }
     }

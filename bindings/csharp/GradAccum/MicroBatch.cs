@@ -7,7 +7,7 @@ namespace GradAccum {
   /// <see cref="End"/>, <see cref="Abort"/> or <see cref="Discard"/>, the window is discarded: half a
   /// micro-batch never reaches a step.
   /// </summary>
-  public sealed class MicroBatch : IDisposable {
+  public sealed partial class MicroBatch : IDisposable {
     private readonly Context context;
 
     internal MicroBatch(Context context) {
@@ -170,45 +170,6 @@ namespace GradAccum {
     internal void Release(int param) {
       using (Call call = Begin()) {
         Raw.ga_accumulator_release(call.Context, param);
-      }
-    }
-
-    /// <summary>
-    /// Sums over dy and x of a layer: the gradients of gamma and beta, and in window mode what the dx of all
-    /// micro-batches needs.
-    /// </summary>
-    /// <param name="layer">The layer.</param>
-    /// <param name="x">Its input.</param>
-    /// <param name="dy">The gradient of its output.</param>
-    /// <param name="samples">The samples of the micro-batch.</param>
-    /// <param name="positions">The product of the spatial dimensions; 1 without any.</param>
-    public void BackwardAccumulate(BatchNorm layer, Tensor x, Tensor dy, long samples, long positions) {
-      int id = context.Id(layer);
-      using (Call call = Begin()) {
-        long count = layer.Count(samples, positions);
-        using (Pin from = layer.Borrow("x", x, count))
-        using (Pin gradient = layer.Borrow("dy", dy, count)) {
-          Raw.ga_bn_backward_accumulate(call.Context, id, from.Address, gradient.Address, samples, positions);
-        }
-      }
-    }
-
-    /// <summary>Writes the gradient of a layer's input.</summary>
-    /// <param name="layer">The layer.</param>
-    /// <param name="x">Its input.</param>
-    /// <param name="dy">The gradient of its output.</param>
-    /// <param name="samples">The samples of the micro-batch.</param>
-    /// <param name="positions">The product of the spatial dimensions; 1 without any.</param>
-    /// <param name="dx">Where the gradient of its input is written; may be dy or x.</param>
-    public void Backward(BatchNorm layer, Tensor x, Tensor dy, long samples, long positions, Tensor dx) {
-      int id = context.Id(layer);
-      using (Call call = Begin()) {
-        long count = layer.Count(samples, positions);
-        using (Pin from = layer.Borrow("x", x, count))
-        using (Pin gradient = layer.Borrow("dy", dy, count))
-        using (Pin to = layer.Borrow("dx", dx, count)) {
-          Raw.ga_bn_backward(call.Context, id, from.Address, gradient.Address, samples, positions, to.Address);
-        }
       }
     }
 

@@ -66,19 +66,6 @@ public final class BatchNorm extends BatchNormMembers {
   }
 
   /**
-   * Takes the statistics of a micro-batch.
-   *
-   * @param x the input
-   * @param samples samples in x
-   * @param positions positions in x
-   */
-  public void accumulate(Tensor x, long samples, long positions) {
-    context.run(c -> {
-      Raw.ga_bn_accumulate(c, id, address(x, samples, positions, false, "x"), samples, positions);
-    }, x);
-  }
-
-  /**
    * Takes statistics that the program has computed itself.
    *
    * @param count elements of each channel; &gt;= 0
@@ -101,46 +88,6 @@ public final class BatchNorm extends BatchNormMembers {
           kind.value(),
           of.value());
     }, mean, spread);
-  }
-
-  /**
-   * Normalises x of a micro-batch to y.
-   *
-   * @param x the input
-   * @param samples samples in x
-   * @param positions positions in x
-   * @param y the output; may be x
-   */
-  public void forward(Tensor x, long samples, long positions, Tensor y) {
-    context.run(c -> {
-      Raw.ga_bn_forward(
-          c,
-          id,
-          address(x, samples, positions, false, "x"),
-          samples,
-          positions,
-          address(y, samples, positions, true, "y"));
-    }, x, y);
-  }
-
-  /**
-   * Normalises by the running statistics, at any time. Nothing is counted.
-   *
-   * @param x the input
-   * @param samples samples in x
-   * @param positions positions in x
-   * @param y the output; may be x
-   */
-  public void infer(Tensor x, long samples, long positions, Tensor y) {
-    context.run(c -> {
-      Raw.ga_bn_infer(
-          c,
-          id,
-          address(x, samples, positions, false, "x"),
-          samples,
-          positions,
-          address(y, samples, positions, true, "y"));
-    }, x, y);
   }
 
   /**

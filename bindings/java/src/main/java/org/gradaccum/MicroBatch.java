@@ -56,13 +56,9 @@ public final class MicroBatch extends MicroBatchMembers implements AutoCloseable
     }
   }
 
-  private void run(Param param, LongConsumer body, Object... used) {
-    context.checkOwn(Check.notNull(param, "param"));
-    run(body, used);
-  }
-
-  private void run(BatchNorm layer, LongConsumer body, Object... used) {
-    context.checkOwn(Check.notNull(layer, "layer"));
+  /** Makes a call on the argument of that name, which belongs to the context. */
+  void run(String name, ContextObject object, LongConsumer body, Object... used) {
+    context.checkOwn(Check.notNull(object, name));
     run(body, used);
   }
 
@@ -125,7 +121,7 @@ public final class MicroBatch extends MicroBatchMembers implements AutoCloseable
   public void accumulateRows(Param param, Tensor indices, Tensor values) {
     Check.notNull(indices, "indices");
     Check.notNull(values, "values");
-    run(param, c -> {
+    run("param", param, c -> {
       Dtype dtype = indices.dtype("indices");
       if (dtype != Dtype.I32 && dtype != Dtype.I64) {
         throw Tensor.refuse("indices", param, "the dtype was %s, expected I32 or I64", dtype);
@@ -176,7 +172,7 @@ public final class MicroBatch extends MicroBatchMembers implements AutoCloseable
     Check.notNull(transposeA, "transposeA");
     Check.notNull(b, "b");
     Check.notNull(transposeB, "transposeB");
-    run(param, c -> {
+    run("param", param, c -> {
       Dtype dtype = a.dtype("a");
       long m = param.shape().isEmpty() ? 1 : param.shape().get(0);
       long n = m == 0 ? 0 : param.count() / m;
@@ -233,53 +229,6 @@ public final class MicroBatch extends MicroBatchMembers implements AutoCloseable
     } finally {
       context.exit();
     }
-  }
-
-  /**
-   * Sums over dy and x of this micro-batch: the gradients of gamma and beta, and with {@link
-   * BatchNormOptions.Mode#WINDOW} what the dx of all micro-batches needs.
-   *
-   * @param layer the layer
-   * @param x its input
-   * @param dy the gradient of its output
-   * @param samples samples in x
-   * @param positions positions in x
-   */
-  public void backwardAccumulate(
-      BatchNorm layer, Tensor x, Tensor dy, long samples, long positions) {
-    run(layer, c -> {
-      Raw.ga_bn_backward_accumulate(
-          c,
-          layer.id(),
-          layer.address(x, samples, positions, false, "x"),
-          layer.address(dy, samples, positions, false, "dy"),
-          samples,
-          positions);
-    }, x, dy);
-  }
-
-  /**
-   * Writes dx of this micro-batch.
-   *
-   * @param layer the layer
-   * @param x its input
-   * @param dy the gradient of its output
-   * @param samples samples in x
-   * @param positions positions in x
-   * @param dx the gradient of its input; may be dy or x
-   */
-  public void backward(
-      BatchNorm layer, Tensor x, Tensor dy, long samples, long positions, Tensor dx) {
-    run(layer, c -> {
-      Raw.ga_bn_backward(
-          c,
-          layer.id(),
-          layer.address(x, samples, positions, false, "x"),
-          layer.address(dy, samples, positions, false, "dy"),
-          samples,
-          positions,
-          layer.address(dx, samples, positions, true, "dx"));
-    }, x, dy, dx);
   }
 
   /** Closes the micro-batch: its gradients are in the window. */
