@@ -42,18 +42,14 @@ namespace GradAccum {
     /// <summary>A context.</summary>
     /// <param name="config">How it works, which is copied; null: the defaults.</param>
     public Context(Config config) {
+      if (config == null) config = new Config();
       handle = Natives.First(() => Create(config));
-      if (config == null) return;
       handle.Kept.Live = config.GradientLife != GradientLife.Consumed;
       onDevice = config.Device != Device.Cpu;
     }
 
     private ContextHandle Create(Config config) {
       IntPtr created;
-      if (config == null) {
-        Raw.ga_context_create(null, out created);
-        return new ContextHandle(created, default(GCHandle));
-      }
       lock (config) {  // contexts in two threads may share it
         if (config.Log == null && config.OnParamDone == null) {
           Raw.ga_context_create(config.Native, out created);

@@ -5,6 +5,7 @@ import java.lang.ref.Cleaner;
 import java.lang.ref.Reference;
 import java.nio.ByteBuffer;
 import java.util.concurrent.locks.ReentrantReadWriteLock;
+import java.util.function.LongConsumer;
 
 /**
  * One rank of several that hold one window: threads of this process, processes of an MPI program, or
@@ -173,30 +174,17 @@ public final class Communicator implements AutoCloseable {
     return new Communicator(CommKind.MPI, null, 0, 0, comm, 0, timeout);
   }
 
-  /** Begins a call that reads the address of C; every one ends with {@link #exit}. */
-  long enter() {
+  /** Calls body with the communicator of C, which stays until it returns. */
+  void use(LongConsumer body) {
     lock.readLock().lock();
-    if (owned.comm == 0) {
-      lock.readLock().unlock();
-      throw new IllegalStateException("the communicator is closed");
-    }
-    return owned.comm;
-  }
-
-  void exit() {
-    lock.readLock().unlock();
-    Reference.reachabilityFence(this);
-  }
-
-  private int size(boolean own) {
-    long comm = enter();
     try {
-      int[] rank = new int[1];
-      int[] ranks = new int[1];
-      Raw.ga_comm_size(comm, rank, ranks);
-      return own ? rank[0] : ranks[0];
+      if (owned.comm == 0) {
+        throw new IllegalStateException("the communicator is closed");
+      }
+      body.accept(owned.comm);
     } finally {
-      exit();
+      lock.readLock().unlock();
+      Reference.reachabilityFence(this);
     }
   }
 
@@ -206,7 +194,9 @@ public final class Communicator implements AutoCloseable {
    * @return its number, from 0
    */
   public int rank() {
-    return size(true);
+    int[] rank = new int[1];
+    use(comm -> Raw.ga_comm_size(comm, rank, null));
+    return rank[0];
   }
 
   /**
@@ -215,7 +205,9 @@ public final class Communicator implements AutoCloseable {
    * @return their number
    */
   public int ranks() {
-    return size(false);
+    int[] ranks = new int[1];
+    use(comm -> Raw.ga_comm_size(comm, null, ranks));
+    return ranks[0];
   }
 
   /**
@@ -223,12 +215,7 @@ public final class Communicator implements AutoCloseable {
    * ones; of local ranks those of every rank. Other threads may be in such calls.
    */
   public void abort() {
-    long comm = enter();
-    try {
-      Raw.ga_comm_abort(comm);
-    } finally {
-      exit();
-    }
+    use(Raw::ga_comm_abort);
   }
 
   /** Leaves, as soon as no context needs the communicator any more. A second call does nothing. */

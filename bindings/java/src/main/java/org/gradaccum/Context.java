@@ -270,24 +270,18 @@ public final class Context extends ContextWindow {
    *     with local ranks; {@link Status#INVALID_STATE}: it is too late to shard
    */
   public void setCommunicator(Communicator communicator, CommunicatorOptions options) {
-    long c = enter();
-    try (ga_comm_options fields = options == null ? null : new ga_comm_options()) {
-      if (options != null) {
-        options.write(fields);
+    run(c -> {
+      try (ga_comm_options fields = options == null ? null : new ga_comm_options()) {
+        if (options != null) {
+          options.write(fields);
+        }
+        if (communicator == null) {
+          Raw.ga_context_set_comm(c, 0, fields);
+        } else {
+          communicator.use(comm -> Raw.ga_context_set_comm(c, comm, fields));
+        }
       }
-      if (communicator == null) {
-        Raw.ga_context_set_comm(c, 0, fields);
-        return;
-      }
-      long comm = communicator.enter();
-      try {
-        Raw.ga_context_set_comm(c, comm, fields);
-      } finally {
-        communicator.exit();
-      }
-    } finally {
-      exit();
-    }
+    });
   }
 
   /**

@@ -175,15 +175,12 @@ abstract class ContextWindow extends ContextState {
    * @return the micro-batch
    */
   public MicroBatch beginMicroBatch(long index, double weight, MicroOptions options) {
-    long c = enter();
-    try {
+    return call(c -> {
       Raw.ga_micro_begin(c, index, weight, micro(options));
       move();
       kept().opened(c);
       return new MicroBatch(this);
-    } finally {
-      exit();
-    }
+    });
   }
 
   /**
@@ -262,14 +259,11 @@ abstract class ContextWindow extends ContextState {
 
   /** Drops the window, an open micro-batch included. */
   public void discard() {
-    long c = enter();
-    try {
+    run(c -> {
       Raw.ga_discard(c);
       kept().release(c);
       move();
-    } finally {
-      exit();
-    }
+    });
   }
 
   /**
@@ -284,11 +278,8 @@ abstract class ContextWindow extends ContextState {
     Check.notNull(accumSteps, "accumSteps");
     if (fromSteps.length != accumSteps.length) {
       throw new IllegalArgumentException(
-          "there are "
-              + fromSteps.length
-              + " fromSteps and "
-              + accumSteps.length
-              + " accumSteps, expected as many");
+          "there are %s fromSteps and %s accumSteps, expected as many"
+              .formatted(fromSteps.length, accumSteps.length));
     }
     run(c -> Raw.ga_context_set_accum_schedule(c, fromSteps, accumSteps, fromSteps.length));
   }

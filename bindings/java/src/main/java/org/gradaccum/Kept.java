@@ -147,9 +147,8 @@ final class Kept {
     }
     if (gradient.length > Integer.MAX_VALUE / 4) {
       throw new IllegalArgumentException(
-          "a float[] of "
-              + gradient.length
-              + " elements is too long to be copied; use a Tensor of an address");
+          "a float[] of %s elements is too long to be copied; use a Tensor of an address"
+              .formatted(gradient.length));
     }
     spare.poll();
     return copy(

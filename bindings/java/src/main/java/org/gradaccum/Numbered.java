@@ -20,11 +20,8 @@ interface Numbered {
       }
     }
     throw new IllegalStateException(
-        "the library returned "
-            + enumerators[0].getDeclaringClass().getSimpleName()
-            + " number "
-            + value
-            + ", which this version of the package does not know");
+        "the library returned %s number %s, which this version of the package does not know"
+            .formatted(enumerators[0].getDeclaringClass().getSimpleName(), value));
   }
 
   /** Where 0 leaves the choice to something else. */

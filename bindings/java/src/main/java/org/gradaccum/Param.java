@@ -100,12 +100,8 @@ public final class Param extends ParamMembers {
     Check.notNull(first, "first");
     if (wholeShape.length != shape().size() || first.length != shape().size()) {
       throw new IllegalArgumentException(
-          "the parameter has "
-              + shape().size()
-              + " axes, but wholeShape has "
-              + wholeShape.length
-              + " numbers and first "
-              + first.length);
+          "the parameter has %s axes, but wholeShape has %s numbers and first %s"
+              .formatted(shape().size(), wholeShape.length, first.length));
     }
     context.run(c -> Raw.ga_param_set_part(c, id, wholeShape, first, copies));
   }
