@@ -281,6 +281,8 @@ class _Reader:
         owner, name = str(names.member(cursor.spelling)).split(".")
         text, _, errors = _parts(self._comment(cursor), "")
         arguments = tuple(a.spelling for a in list(cursor.get_arguments())[2:])  # behind the context and the layer
+        for unknown in set(arguments) - set(names.LAYER_ARGUMENTS):
+            self._complain(cursor, f"has the argument {unknown}, which names.py does not describe")
         return LayerFunction(cursor.spelling, owner, name, None, None, text, errors, arguments)
 
     def _value(self, cursor: Cursor, doc: str) -> Field | None:

@@ -96,6 +96,35 @@ def test_new_functions_are_members_with_their_comments(tmp_path: pathlib.Path, l
     assert "he glass of the group, once" in words
 
 
+INFER = "/* Normalises by the running statistics, at any time. "
+PANES = """\
+/* Pushes x through glass. */
+GA_API ga_status ga_bn_glass(ga_context* ctx, ga_bn bn, const void* x, int64_t samples, int64_t positions, void* y);
+
+"""
+
+
+@pytest.mark.parametrize("language", ["csharp", "java"])
+def test_new_functions_of_layers_take_tensors(tmp_path: pathlib.Path, language: str) -> None:
+    status, text = generate(tmp_path, language, (INFER, PANES + INFER))
+    assert status == 0, text
+    for part in {
+        "csharp": (
+            "public void Glass(Tensor x, long samples, long positions, Tensor y) {", 'using (Pin yPin = Borrow("y", y, count))',
+            "Raw.ga_bn_glass(call.Context, Id, xPin.Address, samples, positions, yPin.Address);",
+            '<param name="y">Where the output is written; may be x.</param>',
+        ),
+        "java": (
+            "public void glass(Tensor x, long samples, long positions, Tensor y) {", "Raw.ga_bn_glass(c, layer.id(), ",
+            'layer.address(x, samples, positions, false, "x")', 'layer.address(y, samples, positions, true, "y")',
+            "public void glass(Buffer x, long samples, long positions, Buffer y) {",
+            "@param y a direct buffer: where the output is written; may be x",
+        ),
+    }[language]:  # fmt: skip
+        assert part in text
+    assert text.count("Pushes x through glass.") == {"csharp": 1, "java": 2}[language]
+
+
 @pytest.mark.parametrize(
     ("old", "new", "why"),
     [
@@ -110,6 +139,7 @@ def test_new_functions_are_members_with_their_comments(tmp_path: pathlib.Path, l
         (SET_LR, CUT.replace("*out: the", "The") + SET_LR, 'ga_group_glass has no sentence that begins with "*out: "'),
         (SET_LR, CUT.replace("double glass", "float glass") + SET_LR, "glass has the type float, for which no binding"),
         (SET_LR, CUT.replace("ga_group_set_glass", "ga_set_glass") + SET_LR, "ga_set_glass is a member of no class"),
+        (INFER, PANES.replace("void* y", "void* z") + INFER, "ga_bn_glass has the argument z, which names.py"),
         (MASTER, "enum { GA_ODD = 3 /* odd */ };\n" + MASTER, "GA_ODD begins an enum that names.py does not name"),
     ],
 )  # fmt: skip
