@@ -120,7 +120,7 @@ INSTANTIATE_TEST_SUITE_P(Determinism, IsaLevels, testing::ValuesIn(kIsaLevels),
 
 TEST_P(IsaLevels, SameBitsAsScalar) {
   const Isa isa(GetParam());
-  if (!Isa::available()) GTEST_SKIP() << "this processor has no " << GetParam();
+  if (!Isa::available()) GTEST_SKIP() << "this build or this processor has no " << GetParam();
   for (const int32_t life : {GA_GRADIENTS_CONSUMED, GA_GRADIENTS_LIVE}) {
     ga_config c = config();
     c.num_threads = 2;
@@ -157,7 +157,7 @@ std::vector<double> norms() {
 
 TEST_P(IsaLevels, SameNormsAsScalar) {
   const Isa isa(GetParam());
-  if (!Isa::available()) GTEST_SKIP() << "this processor has no " << GetParam();
+  if (!Isa::available()) GTEST_SKIP() << "this build or this processor has no " << GetParam();
   const auto scalar = [] {
     const Isa level("scalar");
     return norms();

@@ -93,7 +93,7 @@ class Products : public Table, public testing::WithParamInterface<const char*> {
   void SetUp() override {
     if (GetParam() == std::string("oneDNN")) return open_onednn();
     const Isa isa(GetParam());
-    if (!Isa::available()) GTEST_SKIP() << "this processor has no " << GetParam();
+    if (!Isa::available()) GTEST_SKIP() << "this build or this processor has no " << GetParam();
     module_ = &cpu::choose_isa().products();
   }
 };

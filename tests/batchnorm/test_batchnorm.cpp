@@ -514,7 +514,7 @@ INSTANTIATE_TEST_SUITE_P(All, BatchNormIsa, testing::ValuesIn(kIsaLevels),
 
 TEST_P(BatchNormIsa, SameBitsAsScalar) {
   const Isa isa(GetParam());
-  if (!Isa::available()) GTEST_SKIP() << "this processor has no " << GetParam();
+  if (!Isa::available()) GTEST_SKIP() << "this build or this processor has no " << GetParam();
   EXPECT_TRUE(everything(config()) == baseline());
 }
 

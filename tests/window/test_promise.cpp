@@ -224,7 +224,8 @@ class Promise : public testing::TestWithParam<Case> {
  protected:
   Promise() : isa_(std::get<1>(GetParam())) {}
   void SetUp() override {
-    if (!Isa::available()) GTEST_SKIP() << "this processor has no " << std::get<1>(GetParam());
+    if (!Isa::available())
+      GTEST_SKIP() << "this build or this processor has no " << std::get<1>(GetParam());
     optimizer_ = good_optimizers()[std::get<0>(GetParam())].optimizer;
   }
 
