@@ -15,13 +15,32 @@ from .enums import Reduce
 DEFAULT: Any = None
 
 
-class Struct:
+class Result:
+    """A dataclass that is read from a struct of C."""
+
+    _not_fields: ClassVar[tuple[str, ...]] = ()  # that the struct has in another form
+    _types: ClassVar[dict[str, Callable[[Any], Any]]] = {}  # of fields that are not as in C
+
+    @classmethod
+    def _fields(cls) -> list[str]:
+        names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        return [name for name in names if name not in cls._not_fields]
+
+    @classmethod
+    def _from_c(cls, name: str, value: Any) -> Any:
+        return cls._types[name](value) if name in cls._types else value
+
+    @classmethod
+    def _read(cls, struct: Any, **others: Any) -> Self:
+        names = [name for name in cls._fields() if name not in others]
+        return cls(**{name: cls._from_c(name, getattr(struct, name)) for name in names}, **others)
+
+
+class Struct(Result):
     """A dataclass of options. Fields that are not given are what the library's _init function writes."""
 
     _raw: ClassVar[str]
     _arguments: ClassVar[tuple[str, ...]] = ()  # fields that choose the defaults
-    _not_fields: ClassVar[tuple[str, ...]] = ()  # that the struct has in another form
-    _types: ClassVar[dict[str, Callable[[Any], Any]]] = {}  # of fields that are not as in C
 
     def __post_init__(self) -> None:
         defaults = self._new()
@@ -35,15 +54,6 @@ class Struct:
                     f"{type(self).__name__}.{name} was {getattr(self, name)!r}, expected a {kind.__name__}"
                 )
         self._write()  # refuses what C has no place for
-
-    @classmethod
-    def _fields(cls) -> list[str]:
-        names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
-        return [name for name in names if name not in cls._not_fields]
-
-    @classmethod
-    def _from_c(cls, name: str, value: Any) -> Any:
-        return cls._types[name](value) if name in cls._types else value
 
     def _new(self) -> Any:
         return getattr(_raw, self._raw)(*(int(getattr(self, name)) for name in self._arguments))
@@ -63,10 +73,6 @@ class Struct:
                     "of this field"
                 ) from None
         return struct
-
-    @classmethod
-    def _read(cls, struct: Any) -> Self:
-        return cls(**{name: cls._from_c(name, getattr(struct, name)) for name in cls._fields()})
 
 
 class OptimizerStruct(Struct):
@@ -95,11 +101,9 @@ class OptimizerStruct(Struct):
         return struct
 
     @classmethod
-    def _read(cls, struct: Any) -> Self:
-        values = {name: cls._from_c(name, getattr(struct, name)) for name in cls._fields()}
-        values["ns_coefficients"] = _coefficients(struct)
-        values["ns_table"] = tuple(struct.ns_table_number(i) for i in range(struct.ns_table_size()))
-        return cls(**values)
+    def _read(cls, struct: Any, **others: Any) -> Self:
+        table = tuple(struct.ns_table_number(i) for i in range(struct.ns_table_size()))
+        return super()._read(struct, ns_coefficients=_coefficients(struct), ns_table=table, **others)
 
 
 def _coefficients(struct: Any) -> tuple[float, float, float]:
@@ -149,17 +153,3 @@ class StateOptionsStruct(Struct):
             struct.progress = _raw.progress_function()
             struct.progress_user = id(self.progress)  # this object keeps the callable
         return struct
-
-
-class Result:
-    """A dataclass that is read from a struct of C."""
-
-    _types: ClassVar[dict[str, Callable[[Any], Any]]] = {}
-
-    @classmethod
-    def _read(cls, struct: Any, **others: Any) -> Self:
-        names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
-        values = {name: getattr(struct, name) for name in names if name not in others}
-        for name, kind in cls._types.items():
-            values[name] = kind(values[name])
-        return cls(**values, **others)
