@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
-from types import TracebackType
+from collections.abc import Iterator
 from typing import Any, Self
 
 from . import _raw
@@ -78,22 +79,14 @@ class Communicator:
         """
         if not comm:
             raise ValueError("comm was 0")
-        config = _raw.ga_comm_config(int(CommKind.NCCL))
-        config.nccl_comm = comm
-        config.timeout = timeout
-        return cls(config)
+        return cls(_config(CommKind.NCCL, nccl_comm=comm, timeout=timeout))
 
     @classmethod
     def _with_id(cls, kind: CommKind, id: bytes, rank: int, ranks: int, timeout: float) -> Self:
         if len(id) != _raw.GA_COMM_ID_SIZE:
             raise ValueError(f"the id has {len(id)} bytes, expected {_raw.GA_COMM_ID_SIZE}")
-        config = _raw.ga_comm_config(int(kind))
         buffer = ctypes.create_string_buffer(id, len(id))
-        config.id = ctypes.addressof(buffer)
-        config.rank = rank
-        config.ranks = ranks
-        config.timeout = timeout
-        return cls(config)
+        return cls(_config(kind, id=ctypes.addressof(buffer), rank=rank, ranks=ranks, timeout=timeout))
 
     @classmethod
     def mpi(cls, comm: Any, *, timeout: float = 600) -> Self:
@@ -101,10 +94,8 @@ class Communicator:
 
         ``comm`` is a communicator of mpi4py, or its number as ``MPI_Comm_c2f`` gives it; it is duplicated.
         """
-        config = _raw.ga_comm_config(int(CommKind.MPI))
-        config.mpi_comm = comm.py2f() if hasattr(comm, "py2f") else comm
-        config.timeout = timeout
-        return cls(config)
+        number = comm.py2f() if hasattr(comm, "py2f") else comm
+        return cls(_config(CommKind.MPI, mpi_comm=number, timeout=timeout))
 
     @classmethod
     def from_all_gather(cls, rank: int, ranks: int, all_gather: AllGather) -> Self:
@@ -116,25 +107,24 @@ class Communicator:
         use.
         """
         transport = Transport(ranks, all_gather)
-        config = _raw.ga_comm_config(int(CommKind.TABLE))
-        config.rank = rank
-        config.ranks = ranks
+        config = _config(CommKind.TABLE, rank=rank, ranks=ranks)
         _raw.set_comm_table(config, transport.address)
         return cls(config, transport)
 
     # Calls that wait for other ranks last long, and abort() must be possible meanwhile: closing waits until
     # no call reads the address, without a lock that they hold.
-    def _enter(self) -> int:
+    @contextlib.contextmanager
+    def _in_use(self) -> Iterator[int]:
         with self._lock:
             if self._closing or not self._address:
                 raise Error(Status.INVALID_STATE, "the communicator is closed")
             self._users += 1
-            return self._address
-
-    def _exit(self) -> None:
-        with self._lock:
-            self._users -= 1
-            self._free()
+        try:
+            yield self._address
+        finally:
+            with self._lock:
+                self._users -= 1
+                self._free()
 
     def _free(self) -> None:
         if self._closing and self._users == 0 and self._address:
@@ -142,12 +132,9 @@ class Communicator:
             self._address = 0
 
     def _size(self) -> tuple[int, int]:
-        comm = self._enter()
-        try:
+        with self._in_use() as comm:
             rank, ranks = _raw.ga_comm_size(comm)
             return rank, ranks
-        finally:
-            self._exit()
 
     @property
     def rank(self) -> int:
@@ -161,11 +148,8 @@ class Communicator:
 
     def abort(self) -> None:
         """Has calls that wait for other ranks fail now, and all later ones; of local ranks those of every rank."""
-        comm = self._enter()
-        try:
+        with self._in_use() as comm:
             _raw.ga_comm_abort(comm)
-        finally:
-            self._exit()
 
     def close(self) -> None:
         """Leaves, as soon as no context and no call needs the communicator. A second call does nothing."""
@@ -176,7 +160,12 @@ class Communicator:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _config(kind: CommKind, **fields: Any) -> Any:
+    config = _raw.ga_comm_config(int(kind))
+    for name, value in fields.items():
+        setattr(config, name, value)
+    return config

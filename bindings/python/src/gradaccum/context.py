@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -171,9 +172,7 @@ class Context(ContextMembers):
                 proxy.set_shape(entry.shape)
                 proxy.group = self._own(entry.group)
                 proxy.offset = entry.offset
-                count = 1
-                for dimension in entry.shape:
-                    count *= dimension
+                count = math.prod(entry.shape)
                 if entry.offset < 0 or count < 0:
                     raise ValueError(f'parameter "{entry.name}": offset and shape must not be negative')
                 end = max(end, entry.offset + count)
@@ -314,13 +313,10 @@ class Context(ContextMembers):
             if communicator is None:
                 _raw.ga_context_set_comm(c, 0, struct)
                 return
-            comm = communicator._enter()
-            try:
+            with communicator._in_use() as comm:
                 assert self._handle is not None
                 self._handle.transports.append(communicator._transport)
                 _raw.ga_context_set_comm(c, comm, struct)
-            finally:
-                communicator._exit()
 
     @contextlib.contextmanager
     def ema_swapped(self) -> Iterator[None]:
