@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from . import _raw
@@ -56,9 +58,7 @@ class BatchNorm(BatchNormMembers):
             raise ValueError(
                 f"{what}: the shape was {list(shape)}, expected {self.channels} channels at axis {axis}"
             )
-        positions = 1
-        for other, dimension in enumerate(shape):
-            positions *= dimension if other not in (0, axis) else 1
+        positions = math.prod(dimension for other, dimension in enumerate(shape) if other not in (0, axis))
         return loan, shape, shape[0], positions
 
     def _like(self, tensor: TensorLike, name: str, shape: tuple[int, ...], written: bool) -> Any:
@@ -85,9 +85,7 @@ class BatchNorm(BatchNormMembers):
 
     def forward(self, x: TensorLike, y: TensorLike) -> None:
         """Normalises x of a micro-batch to y."""
-        with self.context._guard as c:
-            loan, shape, samples, positions = self._input(x)
-            _raw.ga_bn_forward(c, self.id, loan, samples, positions, self._like(y, "y", shape, True))
+        self._normalise(_raw.ga_bn_forward, x, y)
 
     def backward_accumulate(self, x: TensorLike, dy: TensorLike) -> None:
         """Sums over dy and x of the open micro-batch: the gradients of gamma and beta."""
@@ -106,16 +104,16 @@ class BatchNorm(BatchNormMembers):
 
     def infer(self, x: TensorLike, y: TensorLike) -> None:
         """Normalises by the running statistics, at any time."""
+        self._normalise(_raw.ga_bn_infer, x, y)
+
+    def _normalise(self, function: Callable[..., Any], x: TensorLike, y: TensorLike) -> None:
         with self.context._guard as c:
             loan, shape, samples, positions = self._input(x)
-            _raw.ga_bn_infer(c, self.id, loan, samples, positions, self._like(y, "y", shape, True))
+            function(c, self.id, loan, samples, positions, self._like(y, "y", shape, True))
 
     def running(self) -> tuple[Tensor, Tensor, int]:
         """The running mean and variance in F64, and how often they have moved."""
-        with self.context._guard as c:
-            mean, variance = (new_tensor((self.channels,), self.channels, Dtype.F64) for _ in range(2))
-            steps = _raw.ga_bn_running(c, self.id, mean.address, variance.address, Dtype.F64)
-            return mean, variance, steps
+        return self._statistics(_raw.ga_bn_running)
 
     def set_running(self, mean: TensorLike, variance: TensorLike, steps: int) -> None:
         """Sets the running statistics [channels], in F32 or F64."""
@@ -128,7 +126,9 @@ class BatchNorm(BatchNormMembers):
 
     def statistics(self) -> tuple[Tensor, Tensor, int]:
         """The mean and the biased variance that the layer normalises by now in F64, and of how many."""
+        return self._statistics(_raw.ga_bn_statistics)
+
+    def _statistics(self, function: Callable[..., int]) -> tuple[Tensor, Tensor, int]:
         with self.context._guard as c:
-            mean, variance = (new_tensor((self.channels,), self.channels, Dtype.F64) for _ in range(2))
-            count = _raw.ga_bn_statistics(c, self.id, mean.address, variance.address, Dtype.F64)
-            return mean, variance, count
+            mean, variance = (new_tensor((self.channels,), Dtype.F64) for _ in range(2))
+            return mean, variance, function(c, self.id, mean.address, variance.address, Dtype.F64)

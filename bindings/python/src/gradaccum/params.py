@@ -139,7 +139,7 @@ class Param(ParamMembers):
             if out is None:
                 if context._where.device != Device.CPU:
                     raise ValueError("a context on a device needs out, a tensor on that device")
-                out = new_tensor(self.shape, self.count, self.dtype)
+                out = new_tensor(self.shape, self.dtype)
             loan = context._where.borrow(
                 out, f'moving average of parameter "{self.name}"', 0, self.shape, written=True
             )
@@ -188,7 +188,7 @@ class Param(ParamMembers):
                         f'dtype was {dtype.name}, but state "{name}" has {info.dtype.name}'
                         + (", or F32 for the numbers that its codes stand for" if info.dtype == Dtype.U8 else "")
                     )
-                out = new_tensor(shape, info.count, dtype)
+                out = new_tensor(shape, dtype)
             elif dtype is not None:
                 raise ValueError("dtype was given beside out, which has one")
             loan, dtype = self._borrow_state(out, info, shape, written=True)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
@@ -134,19 +135,10 @@ class Where:
 HOST = Where(Device.CPU, 0, 0)
 
 
-def new_tensor(shape: Sequence[int], count: int, dtype: Dtype) -> Tensor:
+def new_tensor(shape: Sequence[int], dtype: Dtype) -> Tensor:
     """Fresh memory of the host."""
-    owner = bytearray(max(1, count) * dtype.itemsize)
-    memory = memoryview(owner).cast({1: "B", 2: "h", 4: "i", 8: "q"}[dtype.itemsize])  # type: ignore[call-overload]
-    loan = _native.borrow(memory, _OF_BITS[dtype])
+    loan = _native.borrow(bytearray(max(1, math.prod(shape)) * dtype.itemsize), _BYTES)
     return Tensor(_raw.describe(loan)[0], shape, dtype, owner=loan)
 
 
-_OF_BITS = {
-    dtype: _raw.expect("memory", bits, None, 0, True, True, 1, 0, [0])
-    for dtype, bits in (
-        (Dtype.F32, Dtype.I32), (Dtype.F64, Dtype.I64), (Dtype.F16, Dtype.F16),
-        (Dtype.BF16, Dtype.BF16), (Dtype.I32, Dtype.I32), (Dtype.I64, Dtype.I64),
-        (Dtype.U8, Dtype.U8),
-    )
-}  # fmt: skip
+_BYTES = HOST.expect("memory", Dtype.U8, written=True)
