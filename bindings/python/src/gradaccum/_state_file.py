@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-ITEMSIZES = {"F32": 4, "F64": 8, "F16": 2, "BF16": 2, "I64": 8, "U8": 1}
+from .enums import Dtype
 
 
 def entries(header: bytes) -> dict[str, Any]:
@@ -17,7 +18,7 @@ def entries(header: bytes) -> dict[str, Any]:
     return listed
 
 
-def split(data: bytearray) -> tuple[bytes, dict[str, tuple[str, list[int], memoryview]]]:
+def split(data: bytearray) -> tuple[bytes, dict[str, tuple[Dtype, list[int], memoryview]]]:
     """The header of a file, and the dtype, the shape and the memory of its arrays."""
     start = 8 + int.from_bytes(data[:8], "little")
     header = bytes(data[:start])
@@ -30,7 +31,7 @@ def split(data: bytearray) -> tuple[bytes, dict[str, tuple[str, list[int], memor
     view = memoryview(data)
     for name, entry in entries(header).items():
         begin, end = entry["data_offsets"]
-        arrays[name] = (entry["dtype"], entry["shape"], view[start + begin : start + end])
+        arrays[name] = (Dtype[entry["dtype"]], entry["shape"], view[start + begin : start + end])
     return header, arrays
 
 
@@ -46,16 +47,14 @@ def join(header: bytes, fill: Callable[[str, memoryview], None]) -> bytearray:
     return data
 
 
-def header(arrays: Mapping[str, tuple[str, list[int]]]) -> bytes:
+def header(arrays: Mapping[str, tuple[Dtype, list[int]]]) -> bytes:
     """The header of a file without checksums, of arrays with these dtypes and shapes."""
     listed: dict[str, Any] = {"__metadata__": {"gradaccum.format": "1 unchecked"}}
     offset = 0
-    for name, (dtype, shape) in sorted(arrays.items(), key=lambda item: -ITEMSIZES[item[1][0]]):
-        size = ITEMSIZES[dtype]
-        for dimension in shape:
-            size *= dimension
-        listed[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + size]}
-        offset += size
+    for name, (dtype, shape) in sorted(arrays.items(), key=lambda item: -item[1][0].itemsize):
+        end = offset + math.prod(shape) * dtype.itemsize
+        listed[name] = {"dtype": dtype.name, "shape": shape, "data_offsets": [offset, end]}
+        offset = end
     text = json.dumps(listed).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

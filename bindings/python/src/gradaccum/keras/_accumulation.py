@@ -499,7 +499,7 @@ class Accumulation:
         else:
             wanted = {f"{param.name}.{info.name}": info for param in self._params for info in param.states}
             arrays = {
-                name: a.astype(_OF_STATE[wanted[name].dtype]) for name, a in arrays.items() if name in wanted
+                name: a.astype(_OF_NUMPY[wanted[name].dtype]) for name, a in arrays.items() if name in wanted
             }
             if arrays:
                 context.load(
@@ -540,15 +540,11 @@ def checked_steps(accum_steps: int | dict[int, int]) -> int | dict[int, int]:
 
 # ---- Arrays of numpy, and files of them
 
-_IN_FILES = {
-    "F32": np.dtype(np.float32), "F64": np.dtype(np.float64), "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16), "I64": np.dtype(np.int64), "U8": np.dtype(np.uint8),
+_OF_NUMPY = {
+    Dtype.F32: np.dtype(np.float32), Dtype.F64: np.dtype(np.float64), Dtype.F16: np.dtype(np.float16),
+    Dtype.BF16: np.dtype(ml_dtypes.bfloat16), Dtype.I64: np.dtype(np.int64), Dtype.U8: np.dtype(np.uint8),
 }  # fmt: skip
-_NAMES = {dtype: name for name, dtype in _IN_FILES.items()}
-_OF_STATE = {
-    Dtype.F32: _IN_FILES["F32"], Dtype.F64: _IN_FILES["F64"], Dtype.F16: _IN_FILES["F16"],
-    Dtype.BF16: _IN_FILES["BF16"], Dtype.I64: _IN_FILES["I64"], Dtype.U8: _IN_FILES["U8"],
-}  # fmt: skip
+_DTYPES = {theirs: own for own, theirs in _OF_NUMPY.items()}
 
 
 class Average:
@@ -582,13 +578,13 @@ def _numpy(tensor: Any) -> Any:
     bits = Tensor(
         tensor.address, tensor.shape, {1: Dtype.U8, 2: Dtype.F16, 4: Dtype.F32, 8: Dtype.F64}[itemsize], owner=tensor
     )
-    return np.from_dlpack(bits).view(_OF_STATE[tensor.dtype])
+    return np.from_dlpack(bits).view(_OF_NUMPY[tensor.dtype])
 
 
 def _split(data: bytearray) -> tuple[bytes, dict[str, Any]]:
     head, found = files.split(data)
     return head, {
-        name: np.frombuffer(memory, _IN_FILES[dtype]).reshape(shape)
+        name: np.frombuffer(memory, _OF_NUMPY[dtype]).reshape(shape)
         for name, (dtype, shape, memory) in found.items()
     }
 
@@ -601,7 +597,7 @@ def _join(head: bytes, plain: Mapping[str, Any], rest: bytes, is_exact: Callable
     def fill(name: str, memory: memoryview) -> None:
         nonlocal at
         if name in plain and is_exact(name):
-            _copy(plain[name], _IN_FILES[listed[name]["dtype"]], name, memory)
+            _copy(plain[name], _OF_NUMPY[Dtype[listed[name]["dtype"]]], name, memory)
             return
         if at + len(memory) > len(rest):
             raise ValueError(f'the file has not all of "{name}"')
@@ -612,7 +608,7 @@ def _join(head: bytes, plain: Mapping[str, Any], rest: bytes, is_exact: Callable
 
 
 def _file(arrays: Mapping[str, Any]) -> bytearray:
-    head = files.header({name: (_NAMES[a.dtype], list(a.shape)) for name, a in arrays.items()})
+    head = files.header({name: (_DTYPES[a.dtype], list(a.shape)) for name, a in arrays.items()})
     return files.join(head, lambda name, memory: _copy(arrays[name], arrays[name].dtype, name, memory))
 
 

@@ -15,8 +15,9 @@ from .. import Context, Group, ParamOptions, Rows
 from ._kinds import Kind, state_dtype_of
 from ._parts import Whole
 from ._ranks import Alone
-from ._slots import DTYPES, Slot
+from ._slots import Slot
 
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _DTYPE = attrgetter("dtype")
 _GRAD = attrgetter("grad")
 _COUNT, _IS_CONTIGUOUS = Tensor.numel, Tensor.is_contiguous
@@ -126,7 +127,7 @@ class Parameters:
 
     def _view(self, tensor: Tensor, group: Mapping[str, Any]) -> Tensor:
         """The memory of a parameter as a dense tensor: its dimensions in the order of the memory."""
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in _FLOATS:
             raise TypeError(f"a parameter was {tensor.dtype}, expected float32, float64, float16 or bfloat16")
         if tensor.layout != torch.strided:
             raise TypeError("a parameter was sparse, expected a dense tensor")

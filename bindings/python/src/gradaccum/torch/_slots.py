@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,10 +11,10 @@ from torch import Tensor
 from .. import Dtype, Group, MicroBatch, Param
 from ._parts import Whole
 
-DTYPES = {
-    torch.float32: Dtype.F32, torch.float64: Dtype.F64, torch.float16: Dtype.F16, torch.bfloat16: Dtype.BF16,
+TORCH = {
+    Dtype.F32: torch.float32, Dtype.F64: torch.float64, Dtype.F16: torch.float16, Dtype.BF16: torch.bfloat16,
+    Dtype.I64: torch.int64, Dtype.U8: torch.uint8,
 }  # fmt: skip
-TORCH = {own: theirs for theirs, own in DTYPES.items()} | {Dtype.I64: torch.int64, Dtype.U8: torch.uint8}
 _NOTHING = torch.zeros(1, device="cpu")  # the address of tensors without an element, which torch gives none
 
 
@@ -117,22 +116,12 @@ def add(micro: MicroBatch, slot: Slot, gradient: Tensor) -> list[Tensor]:
     return [gradient]
 
 
-def dense(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    strides = [1]
-    for dimension in reversed(shape[1:]):
-        strides.append(strides[-1] * dimension)
-    return tuple(reversed(strides)) if shape else ()
-
-
 def flat(array: Tensor, slot: Slot) -> Tensor:
     """An array of state in the order of memory."""
     array = slot.part.array(array.detach()).cpu()
     memory = slot.memory
     if array.numel() != memory.numel() or memory.is_contiguous():
         return array.contiguous()
-    return (
-        torch.empty_strided(memory.shape, slot.stride, dtype=array.dtype)
-        .copy_(array)
-        .as_strided(slot.own.shape, dense(slot.own.shape))
-    )
+    found = torch.empty(slot.own.shape, dtype=array.dtype)
+    found.as_strided(memory.shape, slot.stride).copy_(array)
+    return found

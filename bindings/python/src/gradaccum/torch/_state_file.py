@@ -4,16 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from .. import _state_file as files
+from ._slots import TORCH
 
-_IN_FILES = {
-    "F32": torch.float32, "F64": torch.float64, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "U8": torch.uint8,
-}  # fmt: skip
-_NAMES = {dtype: name for name, dtype in _IN_FILES.items()}
+_DTYPES = {theirs: own for own, theirs in TORCH.items()}
 
 entries = files.entries
 
@@ -23,8 +21,7 @@ def split(data: bytearray) -> tuple[Tensor, dict[str, Tensor]]:
     head, found = files.split(data)
     arrays = {}
     for name, (dtype, shape, memory) in found.items():
-        kind = _IN_FILES[dtype]
-        flat = torch.frombuffer(memory, dtype=kind) if len(memory) else torch.empty(0, dtype=kind)
+        flat = torch.frombuffer(memory, dtype=TORCH[dtype]) if len(memory) else torch.empty(0, dtype=TORCH[dtype])
         arrays[name] = flat.reshape(shape)
     return torch.frombuffer(bytearray(head), dtype=torch.uint8), arrays
 
@@ -51,4 +48,4 @@ def join(header: bytes, arrays: Mapping[str, Tensor]) -> bytearray:
 
 def header(arrays: Mapping[str, Tensor]) -> bytes:
     """The header of a file without checksums."""
-    return files.header({name: (_NAMES[array.dtype], list(array.shape)) for name, array in arrays.items()})
+    return files.header({name: (_DTYPES[array.dtype], list(array.shape)) for name, array in arrays.items()})
