@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .. import BatchNormOptions
+from ._hooks import Told
 from ._optimizer import Optimizer
 
 _LAYERS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
@@ -67,21 +68,13 @@ def _is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class _Hooks:
-    """Hooks of a layer that show the optimizer what it has normalised in training. A copy shows nobody."""
+class _Hooks(Told[Optimizer]):
+    """Hooks of a layer that show the optimizer what it has normalised in training."""
 
-    def __init__(self, optimizer: Optimizer | None) -> None:
-        self._hides = False  # whether torch is kept from moving the statistics in this forward
-        self.set_owner(optimizer)
+    _hides = False  # whether torch is kept from moving the statistics in this forward
 
-    def set_owner(self, optimizer: Optimizer | None) -> None:
-        self._owner = None if optimizer is None else weakref.ref(optimizer)
-
-    def owner(self) -> Optimizer | None:
-        return None if self._owner is None else self._owner()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (None,)
+    def set_owner(self, optimizer: Optimizer) -> None:
+        self._owner = weakref.ref(optimizer)
 
     def before(self, module: Any, inputs: Any) -> None:
         optimizer = self.owner()

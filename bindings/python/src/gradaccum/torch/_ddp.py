@@ -73,7 +73,7 @@ class Ranks(Meeting):
         self._last: Sequence[float] = ()  # of the micro-batch that was taken
         self._share = 1.0  # what a gradient of this rank is multiplied by
         self._hooks = 0  # of communication, that were checked
-        module.register_forward_pre_hook(_Forward(self))
+        module.register_forward_pre_hook(Told(self, Ranks.forward))
 
     def track(self, slots: Sequence[Slot]) -> None:
         """Parameters have been added: their gradients are weighed before they are reduced."""
@@ -88,14 +88,15 @@ class Ranks(Meeting):
                 )
         for name, tensor in named:
             if tensor.requires_grad:
-                tensor.register_hook(_Gradient(self, len(self._tracked)))  # type: ignore[no-untyped-call]
+                hook = Told(self, type(self).reached, len(self._tracked))
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
                 self._tracked.append(tensor)
             else:
                 self._waiting.append((name, tensor))
 
     # ---- Hooks
 
-    def forward(self) -> None:
+    def forward(self, _: torch.nn.Module, __: Any) -> None:
         """Before a forward of DDP, which decides there whether the backward is reduced."""
         if not torch.is_grad_enabled():
             return
@@ -265,20 +266,3 @@ def _timeout(module: Any) -> Any:
         return module.process_group._get_backend(module.device).options._timeout
     except (AttributeError, RuntimeError):
         return None
-
-
-class _Gradient(Told["Ranks"]):
-    def __init__(self, ranks: Ranks | None, parameter: int = 0) -> None:
-        super().__init__(ranks)
-        self._parameter = parameter
-
-    def __call__(self, gradient: Tensor) -> Tensor | None:
-        owner = self.owner()
-        return None if owner is None else owner.reached(self._parameter, gradient)
-
-
-class _Forward(Told["Ranks"]):
-    def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
-        owner = self.owner()
-        if owner is not None:
-            owner.forward()

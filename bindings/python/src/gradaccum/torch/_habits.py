@@ -7,11 +7,12 @@ import functools
 import math
 import sys
 import warnings
-import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ._hooks import Told
 
 _CALLERS = ("gradaccum.torch", "torch.", "lightning.", "pytorch_lightning.", "accelerate.")
 _ROUNDING = 1e-6  # of 1/K in the dtype of a loss
@@ -101,7 +102,7 @@ class Habits:
             if first is not None:
                 self._counts = True
                 register: Any = first.register_post_accumulate_grad_hook
-                register(_Count(self))
+                register(Told(self, Habits._counts_backward))
         self._gathered = self._gathered + 1 if self._backwards == self._steps else 0
         self._backwards = 0
         if self._gathered >= 2:
@@ -111,6 +112,9 @@ class Habits:
                 f"many as accum_steps, which makes {self._steps * self._steps} for one update: call step() after each "
                 "backward, or leave accum_steps out",
             )
+
+    def _counts_backward(self, _: Tensor) -> None:
+        self._backwards += 1
 
     # ---- step()
 
@@ -227,21 +231,6 @@ class Habits:
                 f"Accelerator(gradient_accumulation_steps={batches}) divides each loss by {batches}, beside the "
                 "window of the optimizer, which averages micro-batches: leave it at 1",
             )
-
-
-class _Count:
-    """A hook of a parameter that counts backwards, as long as there is an optimizer."""
-
-    def __init__(self, habits: Habits | None) -> None:
-        self._habits = None if habits is None else weakref.ref(habits)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (None,)
-
-    def __call__(self, _: Tensor) -> None:
-        habits = None if self._habits is None else self._habits()
-        if habits is not None:
-            habits._backwards += 1
 
 
 def _divisor(loss: Tensor) -> float | None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -16,10 +17,21 @@ Owner = TypeVar("Owner")
 
 
 class Told(Generic[Owner]):
-    """A hook that tells an object, as long as there is one. A copy of it tells nobody."""
+    """A hook that tells an object, as long as there is one. A copy of it tells nobody.
 
-    def __init__(self, owner: Owner | None) -> None:
+    function: is called with the object, arguments, and what the hook is given.
+    """
+
+    def __init__(self, owner: Owner | None, function: Callable[..., Any] | None = None, *arguments: Any) -> None:
         self._owner = None if owner is None else weakref.ref(owner)
+        self._function = function
+        self._arguments = arguments
+
+    def __call__(self, *given: Any) -> Any:
+        owner = self.owner()
+        if owner is None or self._function is None:
+            return None
+        return self._function(owner, *self._arguments, *given)
 
     def owner(self) -> Owner | None:
         """The object, if it is there still."""
@@ -73,9 +85,9 @@ class Gradients:
         for slot in self.slots:
             if slot.hook is None and slot.tensor.requires_grad:
                 register: Any = slot.tensor.register_post_accumulate_grad_hook
-                slot.hook = register(_Taker(self, slot))
+                slot.hook = register(Told(self, Gradients.take, slot))
 
-    def take(self, slot: Slot) -> None:
+    def take(self, slot: Slot, _: Tensor) -> None:
         """Takes a gradient that backward has just put into .grad, and has the update begin if no other follows."""
         micro, gradient = self.micro, slot.tensor.grad
         if micro is None:
@@ -122,16 +134,3 @@ class Gradients:
         for slot in self.slots:
             if slot.gradients == 1 and slot.is_whole is None:
                 slot.is_whole = True
-
-
-class _Taker(Told[Gradients]):
-    """A hook of a parameter."""
-
-    def __init__(self, owner: Gradients | None, slot: Slot | None = None) -> None:
-        super().__init__(owner)
-        self._slot = slot
-
-    def __call__(self, tensor: Tensor) -> None:
-        owner = self.owner()
-        if owner is not None and self._slot is not None:
-            owner.take(self._slot)
