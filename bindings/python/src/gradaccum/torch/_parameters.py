@@ -27,9 +27,20 @@ CUT = ("batch_axes", "output_axis", "split_axis", "matrix_parts")
 """The keys of a group that say how Muon cuts its parameters into matrices: see ParamOptions."""
 
 
-def cut_of(group: Mapping[str, Any]) -> dict[str, int]:
+def cut_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """What a group says of it."""
     return {key: int(group.get(key, 0)) for key in CUT} if any(key in group for key in CUT) else {}
+
+
+@dataclasses.dataclass
+class _Group:
+    """A group of the library, and what that of torch was made with."""
+
+    own: Group
+    size: int  # parameters
+    cut: dict[str, Any]
+    state_dtype: str | None
+    known: tuple[Any, ...]  # the hyper-parameters that the library has
 
 
 class Parameters:
@@ -49,11 +60,7 @@ class Parameters:
         self._counts: list[int] = []
         self._dense = True  # whether all are contiguous
         self._are_whole = True  # whether none is a DTensor
-        self._groups: list[Group] = []
-        self._sizes: list[int] = []  # parameters in each group
-        self._cuts: list[dict[str, int]] = []  # of each group
-        self._state_dtypes: list[str | None] = []  # of each group
-        self._known: list[tuple[Any, ...]] = []  # of each group, the hyper-parameters that the library has
+        self._groups: list[_Group] = []
 
     def add(self, context: Context, group: dict[str, Any], ranks: Alone) -> None:
         """Adds a group, as a whole or not at all. ranks: may refuse parameters."""
@@ -80,10 +87,7 @@ class Parameters:
         options = dataclasses.replace(self._options, rows=rows) if rows else self._options
         cut = cut_of(group)
         if cut:
-            options = dataclasses.replace(
-                options, cut_matrices=True, batch_axes=cut["batch_axes"], output_axis=cut["output_axis"],
-                split_axis=cut["split_axis"], matrix_parts=cut["matrix_parts"],
-            )  # fmt: skip
+            options = dataclasses.replace(options, cut_matrices=True, **cut)
         added: list[Slot] = []
         try:
             for tensor, part, view, name in zip(group["params"], parts, views, names, strict=True):
@@ -97,11 +101,7 @@ class Parameters:
             raise
         self.slots += added
         self._index(context)
-        self._groups.append(own_group)
-        self._sizes.append(len(views))
-        self._cuts.append(cut)
-        self._state_dtypes.append(state_dtype_of(group))
-        self._known.append(self._kind.values(group))
+        self._groups.append(_Group(own_group, len(views), cut, state_dtype_of(group), self._kind.values(group)))
 
     def _index(self, context: Context) -> None:
         self.tensors = [slot.tensor for slot in self.slots]
@@ -159,30 +159,29 @@ class Parameters:
                 f"param_groups has {len(param_groups)} groups, but the optimizer has {len(self._groups)}: groups "
                 "cannot be taken away, and add_param_group() adds one; for other parameters make a new optimizer"
             )
-        for i, (group, state_dtype) in enumerate(zip(param_groups, self._state_dtypes, strict=True)):
-            if state_dtype_of(group) != state_dtype:
+        for i, (group, made) in enumerate(zip(param_groups, self._groups, strict=True)):
+            if state_dtype_of(group) != made.state_dtype:
                 raise RuntimeError(
-                    f"group {i} was made with state_dtype {state_dtype!r}, and now has {state_dtype_of(group)!r}: the "
-                    "dtype of state cannot change"
+                    f"group {i} was made with state_dtype {made.state_dtype!r}, and now has {state_dtype_of(group)!r}: "
+                    "the dtype of state cannot change"
                 )
-        for i, (group, cut) in enumerate(zip(param_groups, self._cuts, strict=True)):
-            if cut_of(group) != cut:
+            if cut_of(group) != made.cut:
                 raise RuntimeError(
-                    f"group {i} was made with {cut or 'no cut'}, and now has {cut_of(group) or 'none'}: how Muon cuts "
-                    "parameters into matrices cannot change"
+                    f"group {i} was made with {made.cut or 'no cut'}, and now has {cut_of(group) or 'none'}: how Muon "
+                    "cuts parameters into matrices cannot change"
                 )
         tensors = [tensor for group in param_groups for tensor in group["params"]]
         if len(tensors) == len(self.tensors) and all(map(is_, tensors, self.tensors)):
             return
         at = 0
-        for i, (group, size) in enumerate(zip(param_groups, self._sizes, strict=True)):
-            if len(group["params"]) != size or not all(map(is_, group["params"], self.tensors[at:])):
+        for i, (group, made) in enumerate(zip(param_groups, self._groups, strict=True)):
+            if len(group["params"]) != made.size or not all(map(is_, group["params"], self.tensors[at:])):
                 raise RuntimeError(
                     f'the list "params" of group {i} was changed, but the optimizer has the parameters that the group '
                     "was made of: add_param_group() adds others, requires_grad_(False) freezes one, and for the rest "
                     "make a new optimizer"
                 )
-            at += size
+            at += made.size
 
     def look_at_memory(self, is_expected: Callable[[Slot], bool], *, may_move: bool) -> None:
         """Tells the library which parameters have moved or were written; raises if they may not.
@@ -233,18 +232,18 @@ class Parameters:
     def push(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
         """Passes on what was written to param_groups."""
         self.look_at_groups(param_groups)
-        for i, group in enumerate(param_groups):
+        for group, made in zip(param_groups, self._groups, strict=True):
             values = self._kind.values(group)
-            if values != self._known[i]:
-                self._groups[i].optimizer = self._kind.settings(group)
+            if values != made.known:
+                made.own.optimizer = self._kind.settings(group)
                 if "warmup_steps" in self._kind.keys:
-                    self._groups[i].set_schedule(self._kind.schedule(group))
-                self._known[i] = values
+                    made.own.set_schedule(self._kind.schedule(group))
+                made.known = values
 
     def values(self) -> dict[str, Any]:
         """The hyper-parameters of all groups, by names for messages."""
         return {
             f"{key} of group {i}": value
-            for i, known in enumerate(self._known)
-            for key, value in zip(self._kind.keys, known, strict=True)
+            for i, made in enumerate(self._groups)
+            for key, value in zip(self._kind.keys, made.known, strict=True)
         }
