@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from .. import BatchNorm, BnSpread
 from ._ranks import Alone, Statistics, joined
 from ._habits import warn
 from ._streams import Streams
+
+Layer: TypeAlias = Any
+"""A module of torch with batch normalisation: modules declare no buffers."""
 
 
 @dataclass
@@ -31,46 +34,46 @@ class Layers:
     """The layers of one optimizer, and what they have seen in training since its last micro-batch."""
 
     def __init__(self) -> None:
-        self._own: dict[torch.nn.Module, BatchNorm] = {}
-        self._versions: dict[torch.nn.Module, tuple[int, ...]] = {}  # of the buffers that the library has
-        self._seen: dict[torch.nn.Module, _Seen] = {}
+        self._own: dict[Layer, BatchNorm] = {}
+        self._versions: dict[Layer, tuple[int, ...]] = {}  # of the buffers that the library has
+        self._seen: dict[Layer, _Seen] = {}
         self._written = 0  # versions of the optimizer's parameters before the first input in _seen
         self._are_away = False
 
     def __len__(self) -> int:
         return len(self._own)
 
-    def __contains__(self, module: torch.nn.Module) -> bool:
+    def __contains__(self, module: Layer) -> bool:
         return module in self._own
 
-    def add(self, module: torch.nn.Module, own: BatchNorm) -> None:
+    def add(self, module: Layer, own: BatchNorm) -> None:
         """The layer belongs to this optimizer from now on; own is its counterpart in the library."""
         self._own[module] = own
         self._set_running(module)
 
-    def forget(self, module: torch.nn.Module) -> None:
+    def forget(self, module: Layer) -> None:
         """The layer belongs to another optimizer from now on."""
-        for of_layers in (self._own, self._versions, self._seen):
-            cast(dict[torch.nn.Module, Any], of_layers).pop(module, None)
+        self._own.pop(module, None)
+        self._versions.pop(module, None)
+        self._seen.pop(module, None)
 
-    def _set_running(self, module: torch.nn.Module) -> None:
-        layer = cast(Any, module)
+    def _set_running(self, module: Layer) -> None:
         self._own[module].set_running(
-            layer.running_mean.detach().cpu().double(), layer.running_var.detach().cpu().double(),
-            int(layer.num_batches_tracked),
+            module.running_mean.detach().cpu().double(), module.running_var.detach().cpu().double(),
+            int(module.num_batches_tracked),
         )  # fmt: skip
         self._versions[module] = _versions(module)
 
     # ---- Training
 
-    def takes(self, module: torch.nn.Module, parameters: Iterable[Tensor] | None) -> bool:
+    def takes(self, module: Layer, parameters: Iterable[Tensor] | None) -> bool:
         """Whether the optimizer moves the statistics of the layer, which is about to be called in training.
 
         It does not if momentum is None, as in torch.optim.swa_utils.update_bn, nor if something else trains the
         parameters: then the statistics move with each forward, as in torch. parameters is None if backward calls the
         layer again, when updates before the step may have written them.
         """
-        if module not in self._own or cast(Any, module).momentum is None:
+        if module not in self._own or module.momentum is None:
             return False
         if parameters is None:
             return not self._are_away
@@ -84,7 +87,7 @@ class Layers:
                 self._leave()
         return not self._are_away
 
-    def saw(self, module: torch.nn.Module, x: Tensor) -> None:
+    def saw(self, module: Layer, x: Tensor) -> None:
         """Adds the statistics of an input to those that the layer has seen for the next micro-batch."""
         axes = [axis for axis in range(x.dim()) if axis != 1]
         count = x.numel() // x.shape[1]
@@ -100,13 +103,12 @@ class Layers:
         """Moves the statistics as torch does, until the optimizer takes a micro-batch."""
         names = ", ".join(f'"{self._own[module].name}"' for module in self._seen)
         for module, seen in self._seen.items():
-            layer = cast(Any, module)
             if seen.versions == _versions(module) and seen.count > 1:
                 with torch.no_grad():
-                    layer.running_mean.lerp_(seen.mean.to(layer.running_mean), layer.momentum)
-                    variance = (seen.m2 / (seen.count - 1)).to(layer.running_var)
-                    layer.running_var.lerp_(variance, layer.momentum)
-                    layer.num_batches_tracked.add_(1)
+                    module.running_mean.lerp_(seen.mean.to(module.running_mean), module.momentum)
+                    variance = (seen.m2 / (seen.count - 1)).to(module.running_var)
+                    module.running_var.lerp_(variance, module.momentum)
+                    module.num_batches_tracked.add_(1)
         self._seen.clear()
         self._are_away = True
         warn(
@@ -121,7 +123,7 @@ class Layers:
         """At the start of a window: takes running statistics that the program has written."""
         self._are_away = False
         for module, own in self._own.items():
-            if cast(Any, module).momentum != own.info.momentum:
+            if module.momentum != own.info.momentum:
                 raise RuntimeError(
                     f'the momentum of layer "{own.name}" has changed since convert_batchnorm()'
                 )
@@ -149,41 +151,39 @@ class Layers:
         """Forgets what the layers have seen."""
         self._seen.clear()
 
-    def written(self) -> dict[torch.nn.Module, tuple[Tensor, Tensor, int]]:
+    def written(self) -> dict[Layer, tuple[Tensor, Tensor, int]]:
         """Before a step: the statistics that the library has of layers whose buffers the program has written."""
         found = {}
         for module, own in self._own.items():
             if _versions(module) != self._versions[module]:
                 mean, variance, steps = own.running()
-                found[module] = (from_dlpack(cast(Any, mean)), from_dlpack(cast(Any, variance)), steps)
+                found[module] = (from_dlpack(mean), from_dlpack(variance), steps)
         return found
 
-    def publish(self, written: dict[torch.nn.Module, tuple[Tensor, Tensor, int]] | None = None) -> None:
+    def publish(self, written: dict[Layer, tuple[Tensor, Tensor, int]] | None = None) -> None:
         """Copies the running statistics of the library to the buffers of torch.
 
         written: by written() before the step. The step then moves what the program has written.
         """
         for module, own in self._own.items():
-            layer = cast(Any, module)
             mean, variance, steps = own.running()
-            moved = [from_dlpack(cast(Any, mean)), from_dlpack(cast(Any, variance))]
+            moved = [from_dlpack(mean), from_dlpack(variance)]
             if written and module in written:
                 *old, old_steps = written[module]
-                kept = 1 - layer.momentum if steps > old_steps else 1.0
+                kept = 1 - module.momentum if steps > old_steps else 1.0
                 for new, before, buffer in zip(
-                    moved, old, (layer.running_mean, layer.running_var), strict=True
+                    moved, old, (module.running_mean, module.running_var), strict=True
                 ):
                     new += kept * (buffer.detach().cpu().double() - before)
-                steps += int(layer.num_batches_tracked) - old_steps
+                steps += int(module.num_batches_tracked) - old_steps
                 own.set_running(moved[0], moved[1], steps)
             with torch.no_grad():
-                layer.running_mean.copy_(moved[0])
-                layer.running_var.copy_(moved[1])
-                layer.num_batches_tracked.fill_(steps)
+                module.running_mean.copy_(moved[0])
+                module.running_var.copy_(moved[1])
+                module.num_batches_tracked.fill_(steps)
             self._versions[module] = _versions(module)
 
 
-def _versions(module: torch.nn.Module) -> tuple[int, ...]:
-    layer = cast(Any, module)
-    buffers = (layer.running_mean, layer.running_var, layer.num_batches_tracked)
+def _versions(module: Layer) -> tuple[int, ...]:
+    buffers = (module.running_mean, module.running_var, module.num_batches_tracked)
     return tuple(number for buffer in buffers for number in (id(buffer), buffer._version))

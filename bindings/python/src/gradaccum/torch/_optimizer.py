@@ -9,7 +9,7 @@ import os
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, BinaryIO, NoReturn, cast
+from typing import Any, BinaryIO, NoReturn
 
 import torch
 from torch import Tensor
@@ -348,7 +348,7 @@ class Optimizer(torch.optim.Optimizer):
         if master is None:
             if self.context.window.micro_batches > 0:
                 return False
-            master = from_dlpack(cast(Any, slot.own.get_state("master")))
+            master = from_dlpack(slot.own.get_state("master"))
         master = master.to(slot.tensor.dtype)
         return torch.equal(master, flat(slot.tensor, slot).reshape(master.shape))
 
