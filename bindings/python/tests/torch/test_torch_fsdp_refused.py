@@ -161,7 +161,7 @@ def muon_of_whole(rank: int) -> None:
     optimizer.step()
     assert optimizer.result.applied
     group: Any = optimizer._ranks
-    assert group._exchange._group._get_backend(torch.device("cpu")).options._timeout == datetime.timedelta(seconds=120)
+    assert group._exchange._gloo.group._get_backend(torch.device("cpu")).options._timeout == datetime.timedelta(seconds=120)
     raise ArithmeticError("the step was made")
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .. import Config, GradientKind
+from ._gloo import Gloo
 from ._hooks import Gradients, Told
 from ._ranks import Call, Meeting, Statistics, joined, listed
 from ._slots import Slot
@@ -46,11 +47,11 @@ class Ranks(Meeting):
         self._ddp: Any = module
         self._sums = config.gradient_kind == GradientKind.SUM
         distributed: Any = torch.distributed
-        members = distributed.get_process_group_ranks(module.process_group)
-        self.count = len(members)
-        self._group = distributed.new_group(
-            members, backend="gloo", timeout=_timeout(module), use_local_synchronization=True
-        )
+        self._gloo = Gloo(
+            module.process_group, [module.device], "a rank of ddp did not come to the same backward, step() or flush()",
+            distributed.get_process_group_ranks(module.process_group),
+        )  # fmt: skip
+        self.count = self._gloo.count
         named = {
             name: parameter for name, parameter in module.module.named_parameters()
             if name not in module.parameters_to_ignore
@@ -227,7 +228,7 @@ class Ranks(Meeting):
             count, mean, m2 = seen.get(layer, (0, zero, zero))
             parts += [torch.tensor([count], dtype=torch.float64), mean.cpu(), m2.cpu()]
         sizes = [len(part) for part in parts]
-        for weight, found in zip(self._last, self._gather_tensors(torch.cat(parts)), strict=True):
+        for weight, found in zip(self._last, self._gloo.gather(torch.cat(parts)), strict=True):
             split = torch.split(found, sizes)
             for i, layer in enumerate(layers):
                 count, mean, m2 = int(split[3 * i][0]), split[3 * i + 1], split[3 * i + 2]
@@ -239,30 +240,7 @@ class Ranks(Meeting):
         }
 
     def _gather(self, own: list[float]) -> list[list[float]]:
-        return [row.tolist() for row in self._gather_tensors(torch.tensor(own, dtype=torch.float64))]
+        return [row.tolist() for row in self._gloo.gather(torch.tensor(own, dtype=torch.float64))]
 
     def _gather_values(self, own: dict[str, str]) -> list[dict[str, str]]:
-        distributed: Any = torch.distributed
-        found: list[Any] = [None] * self.count
-        distributed.all_gather_object(found, own, group=self._group)
-        return found
-
-    def _gather_tensors(self, own: Tensor) -> list[Tensor]:
-        distributed: Any = torch.distributed
-        found = [torch.empty_like(own) for _ in range(self.count)]
-        try:
-            distributed.all_gather(found, own, group=self._group)
-        except Exception as error:
-            raise RuntimeError(
-                "a rank of ddp did not come to the same backward, step() or flush() as this one, or has ended: "
-                f"{error}"
-            ) from error
-        return found
-
-
-def _timeout(module: Any) -> Any:
-    """That of the group in which DDP reduces; None, the default of gloo, if it does not tell."""
-    try:
-        return module.process_group._get_backend(module.device).options._timeout
-    except (AttributeError, RuntimeError):
-        return None
+        return self._gloo.gather_objects(own)

@@ -107,38 +107,34 @@ class Alone:
         yield
 
 
-class Call(enum.IntEnum):
-    """What a rank does when it meets the others."""
+class Call(enum.Enum):
+    """What a rank does when it meets the others. The value says so in an error."""
 
-    CREATE = 0
+    CREATE = "made an optimizer"
     """Makes an optimizer."""
-    FORWARD = 1
+    FORWARD = "was in forward"
     """Is in a forward in which DistributedDataParallel communicates."""
-    BACKWARD = 2
+    BACKWARD = "was in backward"
     """Is in backward, before the first gradient is reduced."""
-    ACCUMULATE = 3
+    ACCUMULATE = "called accumulate() or step()"
     """Takes gradients from ``.grad``."""
-    STEP = 4
+    STEP = "ended a window"
     """Ends a window."""
-    FLUSH = 5
+    FLUSH = "called flush()"
     """Ends a window that may not be full, or that is empty."""
-    MICRO_BATCH = 6
+    MICRO_BATCH = "opened a micro_batch()"
     """Opens a ``micro_batch()``."""
-    DISCARD = 7
+    DISCARD = "called discard()"
     """Drops a window."""
-    SAVE = 8
+    SAVE = "called state_dict() or save()"
     """Saves."""
-    LOAD = 9
+    LOAD = "called load_state_dict() or load()"
     """Loads."""
-    ADD = 10
+    ADD = "called add_param_group()"
     """Adds a group of parameters."""
 
 
-_WORDS = (
-    "made an optimizer", "was in forward", "was in backward", "called accumulate() or step()", "ended a window",
-    "called flush()", "opened a micro_batch()", "called discard()", "called state_dict() or save()",
-    "called load_state_dict() or load()", "called add_param_group()",
-)  # fmt: skip
+_CALLS = list(Call)
 _OF_MICRO_BATCHES = (Call.CREATE, Call.FORWARD, Call.BACKWARD, Call.ACCUMULATE, Call.MICRO_BATCH)
 
 
@@ -168,7 +164,7 @@ class Meeting(Alone):
     def _meet(self, call: Call, weight: float | None, values: Mapping[str, Any] = _NONE) -> list[float]:
         """Tells the others what this rank does, and the weight if it is known. Returns the weights of all."""
         digest = zlib.crc32(repr(sorted(values.items())).encode())
-        place = [call, self._context.window.micro_batches, weight is not None]
+        place = [_CALLS.index(call), self._context.window.micro_batches, weight is not None]
         rows = self._gather([*place, digest, weight or 0.0])
         if any(row[:3] != rows[0][:3] for row in rows):
             self._differ(rows)
@@ -211,11 +207,11 @@ def joined(a: Statistics | None, b: Statistics) -> Statistics:
 
 def _place(row: Sequence[float]) -> str:
     """What a rank did, and where in a window."""
-    call, held, is_weighted = Call(int(row[0])), int(row[1]), bool(row[2])
+    call, held, is_weighted = _CALLS[int(row[0])], int(row[1]), bool(row[2])
     if call not in _OF_MICRO_BATCHES:
-        return f"{_WORDS[call]} after {held} micro-batches"
+        return f"{call.value} after {held} micro-batches"
     inside = " inside micro_batch()" if call == Call.BACKWARD and is_weighted else ""
-    return f"{_WORDS[call]}{inside} for micro-batch {held + 1} of its window"
+    return f"{call.value}{inside} for micro-batch {held + 1} of its window"
 
 
 def listed(weights: Sequence[float]) -> str:

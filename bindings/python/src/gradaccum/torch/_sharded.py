@@ -67,7 +67,7 @@ class Sharded(Meeting):
 
     def track(self, slots: Sequence[Slot]) -> None:
         """Tells the library where the parts of this rank lie, and how many ranks have the same ones."""
-        boxes = self.vote(lambda: {slot.own.name: _box(slot) for slot in slots})
+        boxes = self.vote(lambda: {slot.own.name: list(slot.part.box(slot.tensor)) for slot in slots})
         found = [json.loads(other) for other in self._exchange.gather(Kind.PARTS, json.dumps(boxes).encode())]
         for slot in slots:
             own = boxes[slot.own.name]
@@ -174,9 +174,3 @@ def _places(mesh: Any) -> tuple[set[int], int, int]:
     for index, size in zip(coordinate, mesh.shape, strict=True):
         place = place * size + index
     return set(mesh.mesh.flatten().tolist()), mesh.size(), place
-
-
-def _box(slot: Slot) -> list[list[int]]:
-    """Where the part of a parameter begins on each axis, and how many elements it has there."""
-    first, shape = slot.part.box(slot.tensor)
-    return [first, shape]

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages between the hosts of ranks, over gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Gloo:
+    """A group of gloo with the processes of another group, or some of them.
+
+    group: whose time limit it takes over. devices: of which group is asked for that. ranks: those of the world that are
+    in it; None: all. missing: what a rank has not done that does not come, for messages.
+    """
+
+    def __init__(
+        self, group: Any, devices: Sequence[torch.device], missing: str, ranks: Sequence[int] | None = None
+    ) -> None:
+        self._distributed: Any = torch.distributed
+        self._missing = missing
+        self.group = self._distributed.new_group(
+            ranks, backend="gloo", timeout=_timeout(group, devices), use_local_synchronization=ranks is not None
+        )
+        self.count: int = self._distributed.get_world_size(self.group)
+
+    def gather(self, own: Tensor) -> list[Tensor]:
+        """What each rank gives, as large as that of this one. RuntimeError: a rank did not come."""
+        found = [torch.empty_like(own) for _ in range(self.count)]
+        try:
+            self._distributed.all_gather(found, own, group=self.group)
+        except Exception as error:
+            raise RuntimeError(f"{self._missing} as this one, or has ended: {error}") from error
+        return found
+
+    def gather_objects(self, own: Any) -> list[Any]:
+        """As gather(), of what pickle knows."""
+        found: list[Any] = [None] * self.count
+        self._distributed.all_gather_object(found, own, group=self.group)
+        return found
+
+
+def _timeout(group: Any, devices: Sequence[torch.device]) -> Any:
+    """None, the default of gloo, if the group does not tell."""
+    for device in devices:
+        try:
+            return group._get_backend(device).options._timeout
+        except (AttributeError, RuntimeError):
+            continue
+    return None
