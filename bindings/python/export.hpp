@@ -43,11 +43,7 @@ PyObject* new_export(void* data, int32_t dtype, std::vector<int64_t> shape, dlpa
     exported->strides[i] = dense;
     dense *= exported->shape[i];
   }
-  const bool is_index = dtype == GA_I32 || dtype == GA_I64;
-  const int code = dtype == GA_BF16 ? dlpack::kBfloat
-                   : dtype == GA_U8 ? dlpack::kUInt
-                   : is_index       ? dlpack::kInt
-                                    : dlpack::kFloat;
+  const DtypeInfo& info = info_of(dtype);
   ManagedTensor& managed = exported->managed;
   mark(&managed, read_only);
   managed.manager_ctx = exported;
@@ -55,7 +51,7 @@ PyObject* new_export(void* data, int32_t dtype, std::vector<int64_t> shape, dlpa
   managed.tensor = {data,
                     device,
                     static_cast<int32_t>(exported->shape.size()),
-                    {static_cast<uint8_t>(code), static_cast<uint8_t>(8 * size_of(dtype)), 1},
+                    {info.code, info.bits, 1},
                     exported->shape.data(),
                     exported->strides.data(),
                     0};

@@ -7,8 +7,8 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <new>
 #include <string>
 #include <vector>
@@ -145,36 +145,34 @@ bool is_error_of_memory() {
          PyErr_ExceptionMatches(PyExc_Exception) == 0;  // KeyboardInterrupt
 }
 
-const char* name_of(int32_t dtype) {
-  switch (dtype) {
-    case GA_F32:
-      return "float32";
-    case GA_F64:
-      return "float64";
-    case GA_F16:
-      return "float16";
-    case GA_BF16:
-      return "bfloat16";
-    case GA_I32:
-      return "int32";
-    case GA_I64:
-      return "int64";
-    case GA_U8:
-      return "uint8";
-    case kCodesOrNumbers:
-      return "uint8 for codes, or float32 for numbers";
-    case kAnyIndex:
-      return "int32 or int64";
-    default:
-      return "float32, float64, float16 or bfloat16";
-  }
+// The dtypes of elements, as DLPack has them and as messages name them.
+struct DtypeInfo {
+  int32_t dtype;  // a ga_dtype
+  uint8_t code, bits;
+  const char* name;
+};
+
+constexpr DtypeInfo kDtypes[] = {
+    {GA_F32, dlpack::kFloat, 32, "float32"},
+    {GA_F64, dlpack::kFloat, 64, "float64"},
+    {GA_F16, dlpack::kFloat, 16, "float16"},
+    {GA_BF16, dlpack::kBfloat, 16, "bfloat16"},
+    {GA_I32, dlpack::kInt, 32, "int32"},
+    {GA_I64, dlpack::kInt, 64, "int64"},
+    {GA_U8, dlpack::kUInt, 8, "uint8"},
+    {kAnyFloat, dlpack::kFloat, 16, "float32, float64, float16 or bfloat16"},
+};
+
+// That of kAnyFloat, the last one, for what is no dtype of elements.
+const DtypeInfo& info_of(int32_t dtype) {
+  return *std::find_if(std::begin(kDtypes), std::end(kDtypes) - 1,
+                       [dtype](const DtypeInfo& info) { return info.dtype == dtype; });
 }
 
-int64_t size_of(int32_t dtype) {
-  return dtype == GA_F64 || dtype == GA_I64   ? 8
-         : dtype == GA_F32 || dtype == GA_I32 ? 4
-         : dtype == GA_U8                     ? 1
-                                              : 2;
+const char* name_of(int32_t dtype) {
+  return dtype == kCodesOrNumbers ? "uint8 for codes, or float32 for numbers"
+         : dtype == kAnyIndex     ? "int32 or int64"
+                                  : info_of(dtype).name;
 }
 
 std::string text_of(const std::vector<int64_t>& shape) {
@@ -189,14 +187,10 @@ std::string text_of(const std::vector<int64_t>& shape) {
 
 // The ga_dtype of elements, or 0. 16-bit integers are taken as what is expected of 16 bits.
 int32_t dtype_of(int code, int bits, int32_t expected) {
-  if (code == dlpack::kFloat) {
-    return bits == 32 ? GA_F32 : bits == 64 ? GA_F64 : bits == 16 ? GA_F16 : 0;
+  for (const DtypeInfo& info : kDtypes) {
+    if (info.code == code && info.bits == bits) return info.dtype;
   }
-  if (code == dlpack::kBfloat) return bits == 16 ? GA_BF16 : 0;
-  if (bits == 16 && (expected == GA_F16 || expected == GA_BF16)) return expected;
-  if (code == dlpack::kInt) return bits == 32 ? GA_I32 : bits == 64 ? GA_I64 : 0;
-  if (code == dlpack::kUInt) return bits == 8 ? GA_U8 : 0;
-  return 0;
+  return bits == 16 && (expected == GA_F16 || expected == GA_BF16) ? expected : 0;
 }
 
 // text: makes the name of what was found, for the message.
@@ -256,9 +250,7 @@ bool check_address(const Expected& expected, const Loan& loan) {
     refuse(PyExc_ValueError, expected, "the tensor has no memory");
     return false;
   }
-  if (reinterpret_cast<uintptr_t>(loan.data) % static_cast<uintptr_t>(size_of(loan.dtype)) == 0) {
-    return true;
-  }
+  if (reinterpret_cast<uintptr_t>(loan.data) % (info_of(loan.dtype).bits / 8) == 0) return true;
   refuse(PyExc_ValueError, expected,
          "the tensor begins at an address that is no multiple of its element size; make a copy");
   return false;
