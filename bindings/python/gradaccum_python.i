@@ -165,24 +165,11 @@ void raise(ga_status status) {
   if (error) PyErr_SetObject(error_class, error.get());
 }
 
-// ---- Results ------------------------------------------------------------------------------------
+// ---- Arguments ----------------------------------------------------------------------------------
 
-// A single result is returned as it is, several as a tuple.
-PyObject* append(PyObject* results, PyObject* value) {
-  if (results == nullptr || value == nullptr) {
-    Py_XDECREF(results);
-    Py_XDECREF(value);
-    return nullptr;
-  }
-  if (results == Py_None) {
-    Py_DECREF(results);
-    return value;
-  }
-  const Ref first(PyTuple_Check(results) ? results : PyTuple_Pack(1, results));
-  if (!PyTuple_Check(results)) Py_DECREF(results);
-  const Ref last(first ? PyTuple_Pack(1, value) : nullptr);
-  Py_DECREF(value);
-  return last ? PySequence_Concat(first.get(), last.get()) : nullptr;
+// A list as it is, or a list of the items of another sequence.
+PyObject* new_list(PyObject* sequence) {
+  return PyList_Check(sequence) ? Py_NewRef(sequence) : PySequence_List(sequence);
 }
 
 // An address: an int, None, or the capsule of a loan.
@@ -271,13 +258,13 @@ bool text_of(PyObject* object, const char** text) {
 
 // ---- Out parameters and arrays ------------------------------------------------------------------
 
-// Out parameters are results.
+// Out parameters are results: one as it is, several as a list.
 %define %ga_out(TYPE, TO_PYTHON)
 %typemap(in, numinputs=0) TYPE* OUT ($*1_ltype value) %{
   value = {};
   $1 = &value;
 %}
-%typemap(argout) TYPE* OUT %{ $result = append($result, TO_PYTHON(value$argnum)); %}
+%typemap(argout) TYPE* OUT %{ $result = SWIG_Python_AppendOutput($result, TO_PYTHON(value$argnum), 1); %}
 %typemap(freearg) TYPE* OUT ""
 %enddef
 
@@ -287,13 +274,12 @@ bool text_of(PyObject* object, const char** text) {
 %ga_out(double, PyFloat_FromDouble)
 %ga_out(void*, PyLong_FromVoidPtr)
 %typemap(argout) void** OUT %{
-  $result = append($result, PyLong_FromVoidPtr(const_cast<void*>((const void*)value$argnum)));
+  $result = SWIG_Python_AppendOutput(
+      $result, PyLong_FromVoidPtr(const_cast<void*>((const void*)value$argnum)), 1);
 %}
 
 %typemap(in) (const void* const* ARRAY, size_t COUNT) (std::vector<void*> addresses) {
-  // A list as it is: it is read with the interpreter's lock held.
-  const Ref list(PyList_Check($input) ? $input : PySequence_List($input));
-  if (PyList_Check($input)) Py_INCREF($input);
+  const Ref list(new_list($input));
   if (!list) SWIG_fail;
   addresses.resize((size_t)PyList_Size(list.get()));
   bool is_read = true;
@@ -356,8 +342,7 @@ static PyObject* borrow(PyObject* object, PyObject* expected) {
 // What borrow() gives for each object; as many are expected. None and ints, which are addresses, pass;
 // where None is expected, an object is not read.
 static PyObject* borrow_all(PyObject* objects, PyObject* expected) {
-  const Ref list(PyList_Check(objects) ? objects : PySequence_List(objects));
-  if (PyList_Check(objects)) Py_INCREF(objects);
+  const Ref list(new_list(objects));
   if (!list) return nullptr;
   const Py_ssize_t count = PyList_Size(list.get());
   if (count != PyList_Size(expected)) {
@@ -372,16 +357,10 @@ static PyObject* borrow_all(PyObject* objects, PyObject* expected) {
   for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* wanted = PyList_GetItem(expected, i);
     PyObject* object = wanted != Py_None ? PyList_GetItem(list.get(), i) : Py_None;
-    PyObject* loan;
     if (object == nullptr) return nullptr;  // an object has changed the list
-    if (object == Py_None || PyLong_CheckExact(object)) {
-      Py_INCREF(object);
-      loan = object;
-    } else {
-      Py_INCREF(object);
-      loan = borrow(object, wanted);
-      Py_DECREF(object);
-    }
+    const Ref kept(Py_NewRef(object));
+    const bool passes = object == Py_None || PyLong_CheckExact(object);
+    PyObject* loan = passes ? Py_NewRef(object) : borrow(object, wanted);
     if (loan == nullptr || PyList_SetItem(loans.get(), i, loan) != 0) return nullptr;
   }
   return loans.release();
