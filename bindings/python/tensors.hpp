@@ -362,21 +362,21 @@ bool take_capsule(const Expected& expected, PyObject* object, PyObject* capsule,
   return false;
 }
 
+// The arguments, and the stream of the context, which the producer makes wait for its own.
+PyObject* with_stream(PyObject* options, const Expected& expected) {
+  PyObject* stream = PyList_GetItem(expected.stream.get(), 0);  // borrowed
+  Ref keywords(stream != nullptr ? PyDict_Copy(options) : nullptr);
+  if (!keywords || PyDict_SetItem(keywords.get(), names().stream, stream) != 0) return nullptr;
+  return keywords.release();
+}
+
 // Asks for max_version=(1, 0), and if the framework is too old to know it, without.
 PyObject* call_dlpack(PyObject* method, const Expected& expected) {
   const Names& name = names();
-  if (expected.device == dlpack::kCpu) {
-    PyObject* capsule = PyObject_Call(method, name.no_arguments, name.versioned);
-    if (capsule != nullptr || PyErr_ExceptionMatches(PyExc_TypeError) == 0) return capsule;
-    PyErr_Clear();
-    return PyObject_Call(method, name.no_arguments, name.plain);
-  }
-  // The producer makes the stream of the context wait for its own.
-  PyObject* stream = PyList_GetItem(expected.stream.get(), 0);  // borrowed
-  if (stream == nullptr) return nullptr;
   for (PyObject* options : {name.versioned, name.plain}) {
-    const Ref keywords(PyDict_Copy(options));
-    if (!keywords || PyDict_SetItem(keywords.get(), name.stream, stream) != 0) return nullptr;
+    const Ref keywords(expected.device == dlpack::kCpu ? Py_NewRef(options)
+                                                       : with_stream(options, expected));
+    if (!keywords) return nullptr;
     PyObject* capsule = PyObject_Call(method, name.no_arguments, keywords.get());
     if (capsule != nullptr || PyErr_ExceptionMatches(PyExc_TypeError) == 0) return capsule;
     if (options == name.versioned) PyErr_Clear();
