@@ -143,15 +143,11 @@ class MicroBatch:
         if len(shape) != 2 or shape[0] != rows or (columns is not None and shape[1] != columns):
             wanted = f"[{rows}, {'k' if columns is None else columns}]"
             raise ValueError(f"{what}: the shape was {list(shape)}, expected {wanted}")
-        m, k = shape
-        if strides[1] == 1 or k <= 1:
-            leading = max(k, strides[0] if m > 1 else 1)
-            if m <= 1 or strides[0] >= k:
-                return loan, (leading, 0), k
-        if strides[0] == 1 or m <= 1:
-            leading = max(m, strides[1] if k > 1 else 1)
-            if k <= 1 or strides[1] >= m:
-                return loan, (leading, 1), k
+        for transposed, outer, inner in ((0, 0, 1), (1, 1, 0)):
+            count, length = shape[outer], shape[inner]
+            leading = strides[outer] if count > 1 else 1
+            if (strides[inner] == 1 or length <= 1) and (count <= 1 or leading >= length):
+                return loan, (max(length, leading), transposed), shape[1]
         raise ValueError(f"{what}: the strides were {list(strides)}; neither rows nor columns are dense")
 
     @contextlib.contextmanager
