@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._capture import current
+from ._capture import current, elements
 from ._private import keras
 
 
@@ -41,7 +41,8 @@ class BatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc]
         dtype = keras.backend.result_type(inputs.dtype, "float32")
         x = ops.cast(inputs, dtype)
         mean, variance = self._moments(x, mask)
-        capture.normalised(self, _elements(x, self.axis, mask), mean, variance)
+        count = elements(x, self.axis) if mask is None else ops.sum(ops.cast(mask, "float32"))
+        capture.normalised(self, count, mean, variance)
         outputs = ops.batch_normalization(
             x=x, mean=mean, variance=variance, axis=self.axis,
             offset=ops.cast(self.beta, dtype) if self.center else None,
@@ -77,15 +78,3 @@ def _check(layer: Any) -> None:
     for option in ("renorm", "synchronized"):
         if getattr(layer, option):
             raise ValueError(f'layer "{layer.name}" has {option}=True, which is not supported')
-
-
-def _elements(x: Any, axis: int, mask: Any) -> Any:
-    """How many elements of a channel the statistics are of."""
-    ops = keras.ops
-    if mask is not None:
-        return ops.sum(ops.cast(mask, "float32"))
-    count: Any = 1
-    for index, dimension in enumerate(ops.shape(x)):
-        if index != axis % len(x.shape):
-            count = count * (dimension if isinstance(dimension, int) else ops.cast(dimension, "float32"))
-    return float(count) if isinstance(count, int) else count

@@ -52,7 +52,7 @@ class Capture:
         self.reductions.add("mean")
         if tuple(values.shape) in ((), (0,)):
             return  # a loss that is one number already
-        count = _count(values)
+        count = elements(values)
         if reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
             weights = loss_module.apply_mask(
                 None if sample_weight is None else ops.convert_to_tensor(sample_weight, dtype=values.dtype),
@@ -62,7 +62,7 @@ class Capture:
             self._divided(ops.sum(ops.cast(weights, "float32")))
         elif mask is not None:
             valid = ops.sum(ops.cast(mask, "float32"))
-            self._divided(valid * (count / _count(mask)))
+            self._divided(valid * (count / elements(mask)))
         else:
             self._divided(count)
 
@@ -130,10 +130,13 @@ def _samples(data: Any) -> Any:
     return None
 
 
-def _count(values: Any) -> Any:
-    """The number of elements: a number where the shape is known, else a tensor of f32."""
+def elements(values: Any, axis: int | None = None) -> Any:
+    """The number of elements, or of those with one index of axis: a number where the shape is known, else a tensor of f32."""
+    dimensions = list(keras.ops.shape(values))
+    if axis is not None:
+        del dimensions[axis]
     product: Any = 1
-    for dimension in keras.ops.shape(values):
+    for dimension in dimensions:
         product = product * (
             dimension if isinstance(dimension, int) else keras.ops.cast(dimension, "float32")
         )
