@@ -47,15 +47,13 @@ class Shared:
         self.shape = tuple(int(dimension) for dimension in variable.shape)
         self.real = dtype
         self.dtype = _DTYPES[dtype]
-        self.seen: Any = None  # what the variable held when the two were last alike
+        native = values[variable]
+        self.seen: Any = backend.token(native)  # what the variable held when the two were last alike
         self.array: Any = None
         if backend.in_place:
-            native = values[variable].detach()
-            self.data: Any = native
-            self.seen = backend.token(values[variable])
+            self.data: Any = native.detach()
         else:
-            self.array = backend.to_numpy(values[variable]).copy()
-            self.seen = backend.token(values[variable])
+            self.array = backend.to_numpy(native).copy()
             self.data = Tensor(
                 self.array.__array_interface__["data"][0], self.array.shape, self.dtype, owner=self.array
             )
@@ -75,7 +73,7 @@ class Shared:
 class Backend(Protocol):
     """One of Keras' backends."""
 
-    in_place: bool
+    in_place: bool = False
     """Whether the library works on the memory of variables."""
 
     def to_numpy(self, native: Any) -> Any:
@@ -83,6 +81,7 @@ class Backend(Protocol):
 
     def detached(self, array: Any) -> Any:
         """An array that a variable may keep."""
+        return array
 
     def token(self, native: Any) -> Any:
         """What tells whether a variable still holds what it holds now."""
@@ -112,7 +111,7 @@ def _check_shape(gradient: Any, shared: Shared) -> None:
         )
 
 
-class _Torch:
+class _Torch(Backend):
     in_place = True
 
     def __init__(self) -> None:
@@ -120,9 +119,6 @@ class _Torch:
 
     def to_numpy(self, native: Any) -> Any:
         return keras.ops.convert_to_numpy(native)
-
-    def detached(self, array: Any) -> Any:
-        return array
 
     def token(self, native: Any) -> Any:
         return native.data_ptr(), native._version
@@ -168,17 +164,12 @@ class _Torch:
         return function
 
 
-class _TensorFlow:
-    in_place = False
-
+class _TensorFlow(Backend):
     def __init__(self) -> None:
         self.tf: Any = importlib.import_module("tensorflow")
 
     def to_numpy(self, native: Any) -> Any:
         return native.numpy() if hasattr(native, "numpy") else np.asarray(native)
-
-    def detached(self, array: Any) -> Any:
-        return array
 
     # A tensor that was read from a variable shares its memory until somebody writes the variable, which
     # then gets another one, since this tensor is kept.
@@ -284,9 +275,7 @@ class _JaxState(Variables):
             self.state[part][index] = value
 
 
-class _Jax:
-    in_place = False
-
+class _Jax(Backend):
     def __init__(self) -> None:
         self.jax: Any = importlib.import_module("jax")
 
