@@ -174,14 +174,11 @@ def layout(optimizer: Any, variables: list[Any]) -> list[Entry]:
     if schedule:
         config["learning_rate"] = 0.0  # whose variable is left out below
     twin = type(optimizer).from_config(config)
-    places = {}
-    stand_ins = []
-    for index, variable in enumerate(variables):
-        stand_in = keras.Variable(
-            keras.ops.zeros((1,) * len(variable.shape), variable.dtype), name=f"variable{index}"
-        )
-        places[f"variable{index}"] = index
-        stand_ins.append(stand_in)
+    stand_ins = [
+        keras.Variable(keras.ops.zeros((1,) * len(variable.shape), variable.dtype), name=f"variable{index}")
+        for index, variable in enumerate(variables)
+    ]
+    places = {stand_in.name: index for index, stand_in in enumerate(stand_ins)}
     if hasattr(twin, "_should_use_adamw"):  # which goes by names of layers
         twin._should_use_adamw = lambda one: optimizer._should_use_adamw(variables[places[one.name]])
     twin.build(stand_ins)

@@ -309,19 +309,11 @@ class _Call:
 
 def _set_up(model: Any, loss: Any) -> None:
     """Tells the window what compile() says of the loss: whether it is a sum over the batch."""
-    own = model._accumulation
-    reductions = set()
-    for one in keras.tree.flatten(_deserialised(loss)):
-        if one is not None:
-            reductions.add(getattr(keras.losses.get(one), "reduction", "sum_over_batch_size"))
-    own.set_summed(bool(reductions) and reductions <= {"sum", "none", None})
-
-
-def _deserialised(loss: Any) -> Any:
-    """What compile() was given, of what it keeps of it."""
-    if isinstance(loss, dict) and "class_name" in loss:
-        return keras.saving.deserialize_keras_object(loss)
-    return loss
+    if isinstance(loss, dict) and "class_name" in loss:  # as compile() keeps it
+        loss = keras.saving.deserialize_keras_object(loss)
+    losses = [keras.losses.get(one) for one in keras.tree.flatten(loss) if one is not None]
+    reductions = {getattr(one, "reduction", "sum_over_batch_size") for one in losses}
+    model._accumulation.set_summed(bool(reductions) and reductions <= {"sum", "none", None})
 
 
 def _check_alone(model: Any) -> None:
