@@ -8,36 +8,28 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 
-class Host(Protocol):
-    """The arrays of a framework."""
+class Host:
+    """The arrays of numpy, which have no backward. Those of frameworks derive from it."""
 
     def refusal(self) -> str:
         """Why numbers cannot come out of what is being computed, or nothing."""
-
-    def call(self, function: Callable[..., None], arrays: Sequence[Any]) -> None:
-        """Calls a function with arrays of numpy whenever what is being traced runs, or now."""
-
-    def mark(self, value: Any, count: Any, function: Callable[..., None]) -> Any:
-        """The value, whose backward calls a function with the derivative by it, and the count."""
-
-
-class _Numpy:
-    def refusal(self) -> str:
         return ""
 
     def call(self, function: Callable[..., None], arrays: Sequence[Any]) -> None:
+        """Calls a function with arrays of numpy whenever what is being traced runs, or now."""
         function(*(np.asarray(array) for array in arrays))
 
     def mark(self, value: Any, count: Any, function: Callable[..., None]) -> Any:
+        """The value, whose backward calls a function with the derivative by it, and the count."""
         return value
 
 
-class _Torch:
+class _Torch(Host):
     def __init__(self, array: Any) -> None:
         self._array = array
 
@@ -120,7 +112,7 @@ def in_parallel(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         _parallel.is_on = outer
 
 
-class _TensorFlow:
+class _TensorFlow(Host):
     def __init__(self) -> None:
         self.tf: Any = sys.modules["tensorflow"]
 
@@ -157,7 +149,7 @@ class _TensorFlow:
         return marked(value)
 
 
-class _Jax:
+class _Jax(Host):
     def __init__(self, array: Any) -> None:
         self.jax: Any = sys.modules["jax"]
         self._array = array
@@ -215,12 +207,12 @@ def host_of(arrays: Iterable[Any]) -> Host:
             return _TensorFlow()
         if jax is not None and isinstance(array, jax.Array):
             return _Jax(array)
-    return _Numpy()
+    return Host()
 
 
 def is_marked(value: Any) -> bool:
     """Whether the derivative by a value can be seen."""
-    return not isinstance(host_of([value]), _Numpy)
+    return type(host_of([value])) is not Host
 
 
 def begin() -> None:
