@@ -7,6 +7,7 @@ import functools
 import os
 import sys
 import sysconfig
+import traceback
 import zlib
 from types import FrameType
 
@@ -29,16 +30,14 @@ def is_library(frame: FrameType) -> bool:
 
 def line() -> str:
     """The innermost line of the program itself, as ``file:line``; of a library, if there is no other."""
-    first: FrameType | None = None
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and is_library(frame):
-        if first is None and not _is_ours(frame):
-            first = frame
-        frame = frame.f_back
-    found = frame or first
-    if found is None:
-        return ""
-    return f"{_shown(found.f_code.co_filename)}:{found.f_lineno}"
+    found: FrameType | None = None
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
+        if not is_library(frame):
+            found = frame
+            break
+        if found is None and not _is_ours(frame):
+            found = frame
+    return "" if found is None else f"{_shown(found.f_code.co_filename)}:{found.f_lineno}"
 
 
 @functools.cache
@@ -53,21 +52,17 @@ def _shown(path: str) -> str:
 
 def call() -> int:
     """The same number for calls that the program makes from the same places."""
-    places = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if not is_library(frame):
-            places.append((frame.f_code.co_filename, frame.f_lasti))
-        frame = frame.f_back
+    frames = traceback.walk_stack(sys._getframe(1))
+    places = [(frame.f_code.co_filename, frame.f_lasti) for frame, _ in frames if not is_library(frame)]
     return zlib.crc32(repr(places).encode())
 
 
 def purpose() -> str:
     """What a library is about to do to gradients: ``"clip"``, ``"unscale"``, ``"zero_grad"`` or nothing known."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and is_library(frame):
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
+        if not is_library(frame):
+            break
         for word in PURPOSES:
             if word in frame.f_code.co_name and not _is_ours(frame):
                 return word
-        frame = frame.f_back
     return ""
