@@ -7,10 +7,10 @@ import argparse
 import os
 import runpy
 import sys
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from . import Report
+from . import Recording, Report
+from ._journal import Journal
+from ._resume import JOURNAL, STOPS, compare
 
 
 def main() -> int:
@@ -33,18 +33,12 @@ def main() -> int:
     options = parser.parse_args()
 
     if options.resume is not None:
-        from ._resume import compare
-
         return _told(compare([options.program, *options.arguments], options.resume, options.windows), options)
     return _watched(options)
 
 
 def _watched(options: argparse.Namespace) -> int:
     """Runs the program within this process."""
-    from . import Recording
-    from ._journal import Journal
-    from ._resume import JOURNAL, STOPS
-
     sys.argv = [options.program, *options.arguments]
     sys.path[0] = os.path.dirname(os.path.abspath(options.program))
     path = os.environ.pop(JOURNAL, "")
