@@ -255,9 +255,7 @@ class Recorder(Watcher):
             if self._open is None:
                 self._observe()
                 self._begin_micro_batch()
-            before = self._coming.get(index)
-            found = self._sketch.of(index, gradient)
-            self._coming[index] = found if before is None else before + found
+            _add(self._coming, index, self._sketch.of(index, gradient))
             if has_gradients(parameter.tensor) and self._open is not None:
                 self._open.parts[index] = self._sketch.of(index, fragment_of(parameter.tensor, gradient))
 
@@ -293,8 +291,7 @@ class Recorder(Watcher):
             found = self._coming.pop(index, None)
             if found is None:
                 return
-            before = micro.added.get(index)
-            micro.added[index] = found if before is None else before + found
+            _add(micro.added, index, found)
             parameter.see(after)
             self._addresses[address_of(gradient)] = index
             if parameter.sketch is not None:
@@ -470,8 +467,7 @@ class Recorder(Watcher):
         with _Quiet(), torch.no_grad():
             if self._open is not None:
                 for index, found in self._coming.items():
-                    before = self._open.added.get(index)
-                    self._open.added[index] = found if before is None else before + found
+                    _add(self._open.added, index, found)
                 self._open.where = self._where
             self._close()
             optimizer = engine.optimizer
@@ -620,3 +616,9 @@ class Recorder(Watcher):
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 said.append(f"{', '.join(names[:3])}{more} {what}.")
         return said
+
+
+def _add(sketches: Sketches, index: int, found: Tensor) -> None:
+    """Adds to the sketch of a parameter, if there is one."""
+    before = sketches.get(index)
+    sketches[index] = found if before is None else before + found
