@@ -12,7 +12,7 @@ from .. import _where
 from .._hosts import begin, in_parallel
 from .._series import Series, active, epsilon_of, mark, tell
 from .._terms import Term
-from ._library import Library, known_by
+from ._library import Library, known
 
 
 class _Within(threading.local):
@@ -111,10 +111,7 @@ class _Hooks:
         """TensorFlow's tape has made gradients."""
         found = original(tape, target, sources, *args, **kwargs)
         flat: Any = sys.modules["tensorflow"].nest.flatten
-        gradients = {
-            known_by(source): gradient for source, gradient in zip(flat(sources), flat(found), strict=False)
-            if gradient is not None
-        }  # fmt: skip
+        gradients = known(flat(sources), flat(found))
         if gradients:
             tell("add", gradients, where=_where.line())
         return found
@@ -148,10 +145,7 @@ class _Hooks:
         _within.applying = True
         try:
             if self._backend != "tensorflow":  # where the tape has told
-                given = {
-                    known_by(variable): gradient for variable, gradient in zip(variables, gradients, strict=False)
-                    if gradient is not None
-                }  # fmt: skip
+                given = known(variables, gradients)
                 if given:
                     tell("add", given, where=_where.line())
             return call()
@@ -172,7 +166,7 @@ class _Hooks:
         is_applied: Any = True
         if self._backend == "jax" and optimizer.gradient_accumulation_steps:
             is_applied = (optimizer._iterations + 1) % optimizer.gradient_accumulation_steps == 0
-        gradients = {known_by(variable): each for variable, each in zip(_within.variables, grads, strict=False)}
+        gradients = known(_within.variables, grads)
         dtypes = [epsilon_of(self._keras.backend.standardize_dtype(each.dtype)) for each in grads]
         tell(
             "update", gradients, is_applied, _number(optimizer.learning_rate), *(() if result is grads else result), key=optimizer,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from .. import _where
@@ -20,6 +20,12 @@ def known_by(variable: Any) -> int:
     tensorflow: Any = sys.modules.get("tensorflow")
     inner = getattr(variable, "_value", None)
     return id(inner if tensorflow is not None and isinstance(inner, tensorflow.Variable) else variable)
+
+
+def known(variables: Iterable[Any], gradients: Iterable[Any]) -> dict[int, Any]:
+    """The gradients that there are, by what their variables are known by."""
+    pairs = zip(variables, gradients, strict=False)
+    return {known_by(variable): gradient for variable, gradient in pairs if gradient is not None}
 
 
 class Library:
@@ -39,9 +45,7 @@ class Library:
         """A micro-batch is added, outside of graphs."""
         finish()  # with what the graph has told
         if self._backend != "tensorflow":  # whose tape has told
-            of = own.variables if variables is None else variables
-            given = {known_by(of): each for of, each in zip(of, gradients, strict=True) if each is not None}
-            tell("add", given, where=_where.line())
+            tell("add", known(own.variables if variables is None else variables, gradients), where=_where.line())
         weights = self._weights.setdefault(own, [])
         weights.append(1.0 if own.summed else own._weight(divisors))
         return original(own, variables, gradients, divisors, *rest)
