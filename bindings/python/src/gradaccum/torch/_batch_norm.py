@@ -57,7 +57,7 @@ def _convert(name: str, module: Any, optimizer: Optimizer) -> None:
             old = hooks.owner()
             if old is not None:
                 old._layers.forget(module)
-            hooks.set_owner(optimizer)
+            hooks.owner = weakref.ref(optimizer)
             return
     hooks = _Hooks(optimizer)
     module.register_forward_pre_hook(hooks.before)
@@ -72,9 +72,6 @@ class _Hooks(Told[Optimizer]):
     """Hooks of a layer that show the optimizer what it has normalised in training."""
 
     _hides = False  # whether torch is kept from moving the statistics in this forward
-
-    def set_owner(self, optimizer: Optimizer) -> None:
-        self._owner = weakref.ref(optimizer)
 
     def before(self, module: Any, inputs: Any) -> None:
         optimizer = self.owner()

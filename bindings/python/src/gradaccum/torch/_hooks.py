@@ -16,6 +16,10 @@ from ._streams import Streams
 Owner = TypeVar("Owner")
 
 
+def _nobody() -> None:
+    """A reference to no object."""
+
+
 class Told(Generic[Owner]):
     """A hook that tells an object, as long as there is one. A copy of it tells nobody.
 
@@ -23,19 +27,14 @@ class Told(Generic[Owner]):
     """
 
     def __init__(self, owner: Owner | None, function: Callable[..., Any] | None = None, *arguments: Any) -> None:
-        self._owner = None if owner is None else weakref.ref(owner)
-        self._function = function
+        self.owner: Callable[[], Owner | None] = _nobody if owner is None else weakref.ref(owner)
+        """The object, if it is there still."""
+        self._function: Any = function
         self._arguments = arguments
 
     def __call__(self, *given: Any) -> Any:
         owner = self.owner()
-        if owner is None or self._function is None:
-            return None
-        return self._function(owner, *self._arguments, *given)
-
-    def owner(self) -> Owner | None:
-        """The object, if it is there still."""
-        return None if self._owner is None else self._owner()
+        return None if owner is None else self._function(owner, *self._arguments, *given)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (None,)
