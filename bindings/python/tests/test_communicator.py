@@ -352,6 +352,7 @@ def test_closed_twice_and_used_afterwards() -> None:
     with context(array("f", [0])) as c:
         c.set_communicator(comm)
         comm.close()
+        assert comm._address == 0  # freed: no call uses it
         comm.close()
         c.accumulate([array("f", [1])])
         assert c.step().outcome == ga.StepOutcome.APPLIED  # the context keeps what it needs
