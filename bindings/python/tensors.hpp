@@ -332,17 +332,13 @@ bool take_versioned(const Expected& expected, Loan* loan) {
 bool check_plain_is_written(const Expected& expected, PyObject* object) {
   if (!expected.written || PyObject_CheckBuffer(object) == 0) return true;
   Py_buffer view;
-  if (PyObject_GetBuffer(object, &view, PyBUF_STRIDES | PyBUF_WRITABLE) == 0) {
-    PyBuffer_Release(&view);
+  if (PyObject_GetBuffer(object, &view, PyBUF_STRIDES) != 0) {
+    PyErr_Clear();  // a dtype that buffers do not have
     return true;
   }
-  PyErr_Clear();
-  if (PyObject_GetBuffer(object, &view, PyBUF_STRIDES) == 0) {
-    PyBuffer_Release(&view);
-    return refuse_read_only(expected);
-  }
-  PyErr_Clear();  // a dtype that buffers do not have
-  return true;
+  const bool read_only = view.readonly != 0;
+  PyBuffer_Release(&view);
+  return !read_only || refuse_read_only(expected);
 }
 
 bool take_capsule(const Expected& expected, PyObject* object, PyObject* capsule, Loan* loan) {
