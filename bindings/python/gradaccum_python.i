@@ -91,15 +91,10 @@ int32_t relay_memory(void* user, int64_t offset, void* data, size_t size, int ac
   const Ref view(PyMemoryView_FromMemory(static_cast<char*>(data), static_cast<Py_ssize_t>(size),
                                          access));
   if (!view) return stop(nullptr);
-  PyObject* result = PyObject_CallFunction(static_cast<PyObject*>(user), "LO",
-                                           static_cast<long long>(offset), view.get());
-  if (result == nullptr) return stop(nullptr);
-  const Ref released(PyObject_CallMethod(view.get(), "release", nullptr));
-  if (!released) {
-    Py_DECREF(result);
-    return stop(nullptr);
-  }
-  return stop(result);
+  Ref result(PyObject_CallFunction(static_cast<PyObject*>(user), "LO",
+                                   static_cast<long long>(offset), view.get()));
+  const Ref released(result ? PyObject_CallMethod(view.get(), "release", nullptr) : nullptr);
+  return stop(released ? result.release() : nullptr);
 }
 
 int32_t relay_write(void* user, int64_t offset, const void* data, size_t size) {
