@@ -11,10 +11,11 @@ from torch import Tensor
 
 
 class Gloo:
-    """A group of gloo with the processes of another group, or some of them.
+    """A group of gloo with processes of the world.
 
-    group: whose time limit it takes over. devices: of which group is asked for that. ranks: those of the world that are
-    in it; None: all. missing: what a rank has not done that does not come, for messages.
+    group: whose time limit it takes over, that of the first of these devices for which the group has one.
+    missing: how the error begins that is raised if a rank does not come.
+    ranks: the processes; None: all.
     """
 
     def __init__(
