@@ -58,6 +58,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <iterator>
 #include <memory>
 #include <optional>
@@ -122,8 +123,9 @@ struct Options {
   // Policies of the window. num_threads: default: as many as torch has. accum_steps: K. Refused are
   // another device than the CPU, and eager. With a gradient_life of GA_GRADIENTS_LIVE, the library
   // reads the first gradients of a window where torch has them, until the second micro-batch or
-  // step(); with GA_GRADIENTS_LENT it adds to them there until step(). A program that has kept one
-  // must not write to it until then.
+  // step(), so that a program that has kept one must not write to it until then. With
+  // GA_GRADIENTS_LENT it adds to them there until step(), and what is in one that the program has
+  // kept is undefined.
   Config config;
   std::optional<ga_clip> clip;  // of the window's gradient, in place of clip_grad_norm_
   std::optional<ga_loss_scaler> loss_scaler;          // a dynamic loss scale: see scale_loss()
@@ -416,8 +418,16 @@ inline Tensor like(const Tensor& gradient, const Slot& slot) {
 // Gradients that the library may still read, by the numbers that it gives them.
 class KeptGradients {
  public:
-  // live: gradients may be read after the call, or the micro-batch, that has brought them.
-  KeptGradients(const Context& context, bool live) : context_(context), is_live_(live) {}
+  KeptGradients(const Context& context, ga_gradient_life life)
+      : context_(context),
+        is_live_(life != GA_GRADIENTS_CONSUMED),
+        is_lent_(life == GA_GRADIENTS_LENT) {}
+
+  // Where the library finds a gradient. One that is lent is written to, and gets memory of its own
+  // if it shared that of another tensor until one of them would be written.
+  const void* address_of(const Tensor& gradient) const {
+    return is_lent_ ? gradient.mutable_data_ptr() : gradient.const_data_ptr();
+  }
 
   // A micro-batch was opened.
   void opened() { keeps_parts_ = is_live_ || context_.gradients_kept().until_micro_end != 0; }
@@ -427,10 +437,8 @@ class KeptGradients {
     if (!keeps_parts_) return;
     const std::int64_t number = context_.gradients_kept(last_ + 1).latest;
     for (const Tensor& tensor : tensors) add(number, tensor);
-  }
-  // So many gradients will come: what add_all() needs is then there.
-  void reserve(std::size_t count) {
-    if (is_live_) kept_.reserve(kept_.size() + count);
+    first_read_ = 0;
+    while (!kept_.empty() && !is_read(kept_.front())) kept_.pop_front();
   }
   // A micro-batch came as a whole, of these gradients.
   void add_all(const std::vector<Tensor>& gradients) {
@@ -445,11 +453,8 @@ class KeptGradients {
   }
   // Lets go of what is not read any more.
   void release() {
-    std::int64_t read = 0;  // the first gradient from the one last asked for on that is
-    const auto is_free = [this, &read](const Entry& entry) {
-      if (read < entry.number) read = context_.gradients_kept(entry.number).oldest;
-      return read != entry.number;
-    };
+    first_read_ = 0;
+    const auto is_free = [this](const Entry& entry) { return !is_read(entry); };
     kept_.erase(std::remove_if(kept_.begin(), kept_.end(), is_free), kept_.end());
   }
 
@@ -463,18 +468,23 @@ class KeptGradients {
     kept_.push_back({number, tensor});
     last_ = number;
   }
+  // Whether the library may still read a gradient. To be asked of one after the other.
+  bool is_read(const Entry& entry) {
+    if (first_read_ < entry.number) first_read_ = context_.gradients_kept(entry.number).oldest;
+    return first_read_ == entry.number;
+  }
 
   const Context& context_;
-  const bool is_live_;
-  bool keeps_parts_ = false;  // in the open micro-batch
-  std::vector<Entry> kept_;   // in the order of the numbers
-  std::int64_t last_ = 0;     // the highest of them so far
+  const bool is_live_, is_lent_;  // gradients are read after the call that brings them; written to
+  bool keeps_parts_ = false;      // in the open micro-batch
+  std::deque<Entry> kept_;        // in the order of the numbers
+  std::int64_t last_ = 0;         // the highest of them so far
+  std::int64_t first_read_ = 0;   // of the gradients from the one last asked about on
 };
 
 // What the hooks of parameters share with the optimizer. It does not move when the optimizer does.
 struct State {
-  explicit State(const Config& config)
-      : context(config), kept(context, config.gradient_life != GA_GRADIENTS_CONSUMED) {}
+  explicit State(const Config& config) : context(config), kept(context, config.gradient_life) {}
 
   Context context;
   KeptGradients kept;
@@ -498,7 +508,7 @@ struct State {
       kept.add({indices, values});
     } else {
       if (!fits(gradient, slot)) gradient = like(gradient, slot);
-      micro.accumulate_part(slot.param, gradient.const_data_ptr());
+      micro.accumulate_part(slot.param, kept.address_of(gradient));
       kept.add({gradient});
     }
     any = slot.touched = true;
@@ -580,7 +590,7 @@ class OpenMicroBatch {
       : state_(state), owns_(owns), micro_(state.context.micro_begin(-1, weight)) {
     state.any = false;
     state.kept.opened();
-    state.open = &micro_;
+    state.open = &*micro_;
   }
   OpenMicroBatch(OpenMicroBatch&&) = delete;
   ~OpenMicroBatch() noexcept(false) {
@@ -588,15 +598,16 @@ class OpenMicroBatch {
     if (ended_) return;
     if (owns_) state_.clear_gradients();
     try {
-      micro_.abort();
+      micro_->abort();
     } catch (const Error&) {  // something was added
+      micro_.reset();
       state_.window_ended();
     }
     state_.kept.release();
   }
-  gradaccum::MicroBatch& operator*() noexcept { return micro_; }
+  gradaccum::MicroBatch& operator*() noexcept { return *micro_; }
   void end() {
-    micro_.end();
+    micro_->end();
     ended_ = true;
     state_.kept.release();
   }
@@ -604,7 +615,7 @@ class OpenMicroBatch {
  private:
   State& state_;
   bool owns_;
-  gradaccum::MicroBatch micro_;
+  std::optional<gradaccum::MicroBatch> micro_;
   bool ended_ = false;
 };
 
@@ -1127,10 +1138,9 @@ class Optimizer : public ::torch::optim::Optimizer {
         Tensor gradient = slot.tensor.grad();
         if (!gradient.defined()) continue;
         if (!detail::fits(gradient, slot)) gradient = detail::like(gradient, slot);
-        addresses[slot.place] = gradient.const_data_ptr();
+        addresses[slot.place] = state_->kept.address_of(gradient);
         gradients[slot.place] = std::move(gradient);
       }
-      state_->kept.reserve(gradients.size());
       context().accumulate(addresses, weight);
       state_->kept.add_all(gradients);
       for (detail::Slot& slot : state_->slots) {

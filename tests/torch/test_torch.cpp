@@ -1070,13 +1070,16 @@ TEST(GradientLife, IsAsLongAsTheLibraryReads) {
   }
 }
 
+// The memory of a gradient, which the test does not own.
+using Memory = c10::weak_intrusive_ptr<c10::StorageImpl>;
+
 TEST(GradientLife, OutlivesAMicroBatchThatIsDropped) {
   const Tensor w = torch::ones({5}).requires_grad_();
   Options options;
   options.config.gradient_life = GA_GRADIENTS_LIVE;
   Optimizer optimizer(std::vector<Tensor>{w}, optim::SGDOptions(0.5), options);
   (w * torch::full({5}, 3)).sum().backward();
-  const c10::weak_intrusive_ptr<c10::StorageImpl> memory(w.grad().storage().getWeakStorageImpl());
+  const Memory memory = w.grad().storage().getWeakStorageImpl();
   optimizer.accumulate();
   EXPECT_THROW(optimizer.micro_batch(1, [] { throw std::runtime_error("none"); }),
                std::runtime_error);
@@ -1084,6 +1087,44 @@ TEST(GradientLife, OutlivesAMicroBatchThatIsDropped) {
   optimizer.step();
   EXPECT_TRUE(memory.expired());
   EXPECT_TRUE(torch::equal(w, torch::full({5}, -0.5)));
+}
+
+TEST(GradientLife, EndsWithinTheSecondMicroBatch) {
+  const Tensor a = torch::ones({5}).requires_grad_(), b = torch::ones({5}).requires_grad_();
+  Options options;
+  options.config.gradient_life = GA_GRADIENTS_LIVE;
+  Optimizer optimizer(std::vector<Tensor>{a, b}, optim::SGDOptions(0.5), options);
+  (a * torch::full({5}, 3) + b * torch::full({5}, 4)).sum().backward();
+  const Memory of_a = a.grad().storage().getWeakStorageImpl();
+  const Memory of_b = b.grad().storage().getWeakStorageImpl();
+  optimizer.accumulate();
+  optimizer.micro_batch(1, [&] {
+    (a * torch::full({5}, 1)).sum().backward();
+    EXPECT_TRUE(of_a.expired());
+    EXPECT_FALSE(of_b.expired());
+    (b * torch::full({5}, 2)).sum().backward();
+    EXPECT_TRUE(of_b.expired());
+  });
+  optimizer.step();
+  EXPECT_TRUE(torch::equal(a, torch::full({5}, 0.)));
+  EXPECT_TRUE(torch::equal(b, torch::full({5}, -0.5)));
+}
+
+TEST(GradientLife, EndsWithAWindowThatAnExceptionDrops) {
+  const Tensor a = torch::ones({5}).requires_grad_(), b = torch::ones({5}).requires_grad_();
+  Options options;
+  options.config.gradient_life = GA_GRADIENTS_LIVE;
+  Optimizer optimizer(std::vector<Tensor>{a, b}, optim::SGDOptions(0.5), options);
+  (a * torch::full({5}, 3) + b * torch::full({5}, 4)).sum().backward();
+  const Memory of_b = b.grad().storage().getWeakStorageImpl();
+  optimizer.accumulate();
+  const auto body = [&] {
+    (a * torch::full({5}, 1)).sum().backward();  // is added to the first one
+    throw std::runtime_error("behind the backward");
+  };
+  EXPECT_THROW(optimizer.micro_batch(1, body), std::runtime_error);
+  EXPECT_TRUE(of_b.expired());
+  EXPECT_EQ(optimizer.window().micro_batches, 0);
 }
 
 // ---- Hooks --------------------------------------------------------------------------------------
