@@ -253,13 +253,22 @@ bool text_of(PyObject* object, const char** text) {
 
 // ---- Out parameters and arrays ------------------------------------------------------------------
 
+// Adds a result, which is NULL where memory ran out.
+%define %ga_append(VALUE)
+{
+  PyObject* const more = VALUE;
+  if (!more) SWIG_fail;
+  $result = SWIG_Python_AppendOutput($result, more, 1);
+}
+%enddef
+
 // Out parameters are results: one as it is, several as a list.
 %define %ga_out(TYPE, TO_PYTHON)
 %typemap(in, numinputs=0) TYPE* OUT ($*1_ltype value) %{
   value = {};
   $1 = &value;
 %}
-%typemap(argout) TYPE* OUT %{ $result = SWIG_Python_AppendOutput($result, TO_PYTHON(value$argnum), 1); %}
+%typemap(argout) TYPE* OUT { %ga_append(TO_PYTHON(value$argnum)) }
 %typemap(freearg) TYPE* OUT ""
 %enddef
 
@@ -268,10 +277,7 @@ bool text_of(PyObject* object, const char** text) {
 %ga_out(size_t, PyLong_FromSize_t)
 %ga_out(double, PyFloat_FromDouble)
 %ga_out(void*, PyLong_FromVoidPtr)
-%typemap(argout) void** OUT %{
-  $result = SWIG_Python_AppendOutput(
-      $result, PyLong_FromVoidPtr(const_cast<void*>((const void*)value$argnum)), 1);
-%}
+%typemap(argout) void** OUT { %ga_append(PyLong_FromVoidPtr(const_cast<void*>((const void*)value$argnum))) }
 
 %typemap(in) (const void* const* ARRAY, size_t COUNT) (std::vector<void*> addresses) {
   const Ref list(new_list($input));

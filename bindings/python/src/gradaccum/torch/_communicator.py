@@ -7,6 +7,7 @@ what it belongs to, and all begin with a frame of the same size.
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import struct
 from collections.abc import Sequence
@@ -76,7 +77,8 @@ class Exchange:
         return b"".join(self.gather(Kind.LIBRARY, own))
 
     def _all_gather(self, own: bytearray) -> list[bytes]:
-        return [found.numpy().tobytes() for found in self._gloo.gather(torch.frombuffer(own, dtype=torch.uint8))]
+        found = self._gloo.gather(torch.frombuffer(own, dtype=torch.uint8))
+        return [ctypes.string_at(tensor.data_ptr(), tensor.numel()) for tensor in found]
 
 
 def _listed(words: Sequence[str]) -> str:

@@ -74,7 +74,7 @@ class Ranks(Meeting):
         self._last: Sequence[float] = ()  # of the micro-batch that was taken
         self._share = 1.0  # what a gradient of this rank is multiplied by
         self._hooks = 0  # of communication, that were checked
-        module.register_forward_pre_hook(Told(self, Ranks.forward))
+        module.register_forward_pre_hook(Told(self, type(self).forward))
 
     def track(self, slots: Sequence[Slot]) -> None:
         """Parameters have been added: their gradients are weighed before they are reduced."""

@@ -38,7 +38,7 @@ class Gloo:
         return found
 
     def gather_objects(self, own: Any) -> list[Any]:
-        """As gather(), of what pickle knows."""
+        """What each rank gives, which pickle must know."""
         found: list[Any] = [None] * self.count
         self._distributed.all_gather_object(found, own, group=self.group)
         return found

@@ -84,7 +84,7 @@ class Gradients:
         for slot in self.slots:
             if slot.hook is None and slot.tensor.requires_grad:
                 register: Any = slot.tensor.register_post_accumulate_grad_hook
-                slot.hook = register(Told(self, Gradients.take, slot))
+                slot.hook = register(Told(self, type(self).take, slot))
 
     def take(self, slot: Slot, _: Tensor) -> None:
         """Takes a gradient that backward has just put into .grad, and has the update begin if no other follows."""

@@ -103,7 +103,7 @@ def joined(
             f"{mark or 'one of a process alone'}: without that key, torch's state is loaded"
         )
     arrays = dict(own["arrays"])
-    header = bytes(own["header"].cpu().numpy())
+    header = bytes(own["header"].tolist())
     with Coders() as coders:
         _take_from_torch(arrays, state_file.entries(header), state, slots, coders)
     return state_file.join(header, arrays), arrays
