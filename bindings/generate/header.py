@@ -278,7 +278,9 @@ class _Reader:
         return Function(name, owner, member, argument, result, text, errors)
 
     def _layer_function(self, cursor: Cursor) -> LayerFunction:
-        owner, name = str(names.member(cursor.spelling)).split(".")
+        owner, _, name = (names.member(cursor.spelling) or "").partition(".")
+        if not owner:
+            self._complain(cursor, "is a member of no class that names.py has")
         text, _, errors = _parts(self._comment(cursor), "")
         arguments = tuple(a.spelling for a in list(cursor.get_arguments())[2:])  # behind the context and the layer
         for unknown in set(arguments) - set(names.LAYER_ARGUMENTS):

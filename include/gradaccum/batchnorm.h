@@ -162,16 +162,16 @@ GA_API ga_status ga_bn_accumulate_stats(ga_context* ctx, ga_bn bn, int64_t count
    have count 0), it is final already, or the layer is in another mode. */
 GA_API ga_status ga_bn_finalize(ga_context* ctx, ga_bn bn);
 
-/* Normalises x of a micro-batch to y. MICRO, CUMULATIVE: takes the statistics of x first, unless
-   ga_bn_accumulate or ga_bn_accumulate_stats has. WINDOW: after ga_bn_finalize; x must have as many
-   elements as in the first pass. */
+/* Normalises x of a micro-batch to y. GA_BN_MICRO, GA_BN_CUMULATIVE: takes the statistics of x
+   first, unless ga_bn_accumulate or ga_bn_accumulate_stats has. GA_BN_WINDOW: after ga_bn_finalize;
+   x must have as many elements as in the first pass. */
 GA_API ga_status ga_bn_forward(ga_context* ctx, ga_bn bn, const void* x, int64_t samples,
                                int64_t positions, void* y);
 
-/* Sums over dy and x of the open micro-batch: the gradients of gamma and beta, and in WINDOW mode
-   what the dx of all micro-batches needs. WINDOW: to be called for each micro-batch, those of
-   weight 0 included (dy is not read then), before any ga_bn_backward. Otherwise ga_bn_backward does
-   it, unless it was called. */
+/* Sums over dy and x of the open micro-batch: the gradients of gamma and beta, and with
+   GA_BN_WINDOW what the dx of all micro-batches needs: then to be called for each micro-batch, those
+   of weight 0 included (dy is not read then), before any ga_bn_backward. Otherwise ga_bn_backward
+   does it, unless it was called. */
 GA_API ga_status ga_bn_backward_accumulate(ga_context* ctx, ga_bn bn, const void* x, const void* dy,
                                            int64_t samples, int64_t positions);
 
@@ -185,8 +185,8 @@ GA_API ga_status ga_bn_backward_accumulate(ga_context* ctx, ga_bn bn, const void
 GA_API ga_status ga_bn_backward_finalize(ga_context* ctx, ga_bn bn);
 
 /* Writes dx of the open micro-batch; zeros if its weight is 0. GA_ERROR_INVALID_STATE: the layer's
-   last forward pass was that of another micro-batch or shape; WINDOW: sums of some micro-batch are
-   missing, or ga_bn_backward_finalize has not been called, with a communicator; under
+   last forward pass was that of another micro-batch or shape; with GA_BN_WINDOW, sums of some
+   micro-batch are missing, or ga_bn_backward_finalize has not been called, with a communicator; under
    GA_NONFINITE_DROP_MICRO or GA_CLIP_WHEN_MICRO: the micro-batch has had its dx. */
 GA_API ga_status ga_bn_backward(ga_context* ctx, ga_bn bn, const void* x, const void* dy,
                                 int64_t samples, int64_t positions, void* dx);

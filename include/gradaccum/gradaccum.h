@@ -779,7 +779,7 @@ typedef struct ga_accumulator {
   ga_dtype dtype; /* the type of the elements of the accumulator */
   int32_t reserved;
   int64_t rows;              /* the first dimension of the parameter */
-  int64_t columns;           /* the product of its other dimensions */
+  int64_t columns;           /* the product of the parameter's other dimensions */
   int64_t leading_dimension; /* elements from row to row: the number of columns */
   double alpha; /* the factor of the gradient: weight / loss scale, or 1 / loss scale for
                    GA_GRADIENT_SUM */

@@ -146,8 +146,8 @@ public final class Param extends ParamMembers {
    * Dtype#F32}.
    *
    * @param name such as "exp_avg"
-   * @param out as many elements as {@link #state} says, in the host's memory; F32, as a FloatBuffer
-   *     is, of as many numbers where these are codes
+   * @param out as many elements as {@link #state} says, in the host's memory; where these are codes,
+   *     as many numbers of F32, such as a FloatBuffer has, will do too
    */
   public void getState(String name, Tensor out) {
     Check.notNull(name, "name");
@@ -162,8 +162,8 @@ public final class Param extends ParamMembers {
    * their own; or by numbers of {@link Dtype#F32}, whose scales and nearest codes are written.
    *
    * @param name such as "exp_avg"
-   * @param data as many elements as {@link #state} says, in the host's memory; F32, as a FloatBuffer
-   *     is, of as many numbers where these are codes
+   * @param data as many elements as {@link #state} says, in the host's memory; where these are codes,
+   *     as many numbers of F32, such as a FloatBuffer has, will do too
    */
   public void setState(String name, Tensor data) {
     Check.notNull(name, "name");
