@@ -18,8 +18,9 @@ import numpy as np
 from ._faults import Fault
 from ._report import Optimizer, Report
 
-JOURNAL, STOPS = "GRADACCUM_CHECK_JOURNAL", "GRADACCUM_CHECK_STOPS"
-"""Variables of the environment of a program that is run for the comparison."""
+# Variables of the environment of a program that is run for the comparison.
+JOURNAL = "GRADACCUM_CHECK_JOURNAL"
+STOPS = "GRADACCUM_CHECK_STOPS"
 _ALIKE = 1e-5  # how far the gradients of two windows may be from one another, as a part of their norm
 Run = dict[str, Any]
 
