@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from enum import EnumType
@@ -22,6 +23,7 @@ class Result:
     _types: ClassVar[dict[str, Callable[[Any], Any]]] = {}  # of fields that are not as in C
 
     @classmethod
+    @functools.cache
     def _fields(cls) -> list[str]:
         names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
         return [name for name in names if name not in cls._not_fields]
