@@ -1089,42 +1089,48 @@ TEST(GradientLife, OutlivesAMicroBatchThatIsDropped) {
   EXPECT_TRUE(torch::equal(w, torch::full({5}, -0.5)));
 }
 
-TEST(GradientLife, EndsWithinTheSecondMicroBatch) {
+// A window of two parameters whose first gradients, 3 and 4, live.
+struct LiveWindow {
+  LiveWindow() {
+    (a * torch::full({5}, 3) + b * torch::full({5}, 4)).sum().backward();
+    of_a = a.grad().storage().getWeakStorageImpl();
+    of_b = b.grad().storage().getWeakStorageImpl();
+    optimizer.accumulate();
+  }
+  static Options options() {
+    Options live;
+    live.config.gradient_life = GA_GRADIENTS_LIVE;
+    return live;
+  }
+
   const Tensor a = torch::ones({5}).requires_grad_(), b = torch::ones({5}).requires_grad_();
-  Options options;
-  options.config.gradient_life = GA_GRADIENTS_LIVE;
-  Optimizer optimizer(std::vector<Tensor>{a, b}, optim::SGDOptions(0.5), options);
-  (a * torch::full({5}, 3) + b * torch::full({5}, 4)).sum().backward();
-  const Memory of_a = a.grad().storage().getWeakStorageImpl();
-  const Memory of_b = b.grad().storage().getWeakStorageImpl();
-  optimizer.accumulate();
-  optimizer.micro_batch(1, [&] {
-    (a * torch::full({5}, 1)).sum().backward();
-    EXPECT_TRUE(of_a.expired());
-    EXPECT_FALSE(of_b.expired());
-    (b * torch::full({5}, 2)).sum().backward();
-    EXPECT_TRUE(of_b.expired());
+  Optimizer optimizer{std::vector<Tensor>{a, b}, optim::SGDOptions(0.5), options()};
+  std::optional<Memory> of_a, of_b;
+};
+
+TEST(GradientLife, EndsWithinTheSecondMicroBatch) {
+  LiveWindow w;
+  w.optimizer.micro_batch(1, [&w] {
+    (w.a * torch::full({5}, 1)).sum().backward();
+    EXPECT_TRUE(w.of_a->expired());
+    EXPECT_FALSE(w.of_b->expired());
+    (w.b * torch::full({5}, 2)).sum().backward();
+    EXPECT_TRUE(w.of_b->expired());
   });
-  optimizer.step();
-  EXPECT_TRUE(torch::equal(a, torch::full({5}, 0.)));
-  EXPECT_TRUE(torch::equal(b, torch::full({5}, -0.5)));
+  w.optimizer.step();
+  EXPECT_TRUE(torch::equal(w.a, torch::full({5}, 0.)));
+  EXPECT_TRUE(torch::equal(w.b, torch::full({5}, -0.5)));
 }
 
 TEST(GradientLife, EndsWithAWindowThatAnExceptionDrops) {
-  const Tensor a = torch::ones({5}).requires_grad_(), b = torch::ones({5}).requires_grad_();
-  Options options;
-  options.config.gradient_life = GA_GRADIENTS_LIVE;
-  Optimizer optimizer(std::vector<Tensor>{a, b}, optim::SGDOptions(0.5), options);
-  (a * torch::full({5}, 3) + b * torch::full({5}, 4)).sum().backward();
-  const Memory of_b = b.grad().storage().getWeakStorageImpl();
-  optimizer.accumulate();
-  const auto body = [&] {
-    (a * torch::full({5}, 1)).sum().backward();  // is added to the first one
+  LiveWindow w;
+  const auto body = [&w] {
+    (w.a * torch::full({5}, 1)).sum().backward();  // is added to the first one
     throw std::runtime_error("behind the backward");
   };
-  EXPECT_THROW(optimizer.micro_batch(1, body), std::runtime_error);
-  EXPECT_TRUE(of_b.expired());
-  EXPECT_EQ(optimizer.window().micro_batches, 0);
+  EXPECT_THROW(w.optimizer.micro_batch(1, body), std::runtime_error);
+  EXPECT_TRUE(w.of_b->expired());
+  EXPECT_EQ(w.optimizer.window().micro_batches, 0);
 }
 
 // ---- Hooks --------------------------------------------------------------------------------------
