@@ -24,8 +24,12 @@ def _is_ours(frame: FrameType) -> bool:
 
 def is_library(frame: FrameType) -> bool:
     """Whether code is not the program's own."""
-    file = frame.f_code.co_filename
-    return file.startswith(_INSTALLED) or any(folder in file for folder in _PACKAGES) or _is_ours(frame)
+    return _is_installed(frame.f_code.co_filename) or _is_ours(frame)
+
+
+@functools.cache
+def _is_installed(file: str) -> bool:
+    return file.startswith(_INSTALLED) or any(part in file for part in _PACKAGES)
 
 
 def line() -> str:
