@@ -23,10 +23,11 @@ ga_comm_config world_config() {
   return c;
 }
 
-// Trains as one of these ranks: slices of several dtypes, as they lie and packed, and norms of pieces.
+// Trains as one of these ranks: slices of several dtypes, as they lie and packed, of which the longest parameter has two,
+// and norms of pieces.
 std::vector<float> train(int32_t rank, ga_comm* comm,
                          const ga_comm_options& options = comm_options()) {
-  const Layout l = Layout::of({{90001}, {7}, {33, 5}, {3000001}});
+  const Layout l = Layout::of({{90001}, {7}, {33, 5}, {2200001}});
   std::vector<float> block = parameters(l, 3);
   std::vector<float> small(1003, 1);
   Context ctx;
