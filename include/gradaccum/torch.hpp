@@ -58,8 +58,8 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <iterator>
+#include <list>
 #include <memory>
 #include <optional>
 #include <sstream>
@@ -432,42 +432,48 @@ class KeptGradients {
   // A micro-batch was opened.
   void opened() { keeps_parts_ = is_live_ || context_.gradients_kept().until_micro_end != 0; }
 
-  // The gradient that came last, by part, is in these tensors.
-  void add(std::initializer_list<Tensor> tensors) {
-    if (!keeps_parts_) return;
-    const std::int64_t number = context_.gradients_kept(last_ + 1).latest;
-    for (const Tensor& tensor : tensors) add(number, tensor);
-    first_read_ = 0;
-    while (!kept_.empty() && !is_read(kept_.front())) kept_.pop_front();
-  }
-  // A micro-batch came as a whole, of these gradients.
-  void add_all(const std::vector<Tensor>& gradients) {
-    if (!is_live_) return;
-    std::int64_t number =
-        context_.gradients_kept(last_ + 1).latest - static_cast<std::int64_t>(gradients.size());
-    for (const Tensor& gradient : gradients) {
-      ++number;
-      if (gradient.defined()) add(number, gradient);
-    }
-    release();
-  }
-  // Lets go of what is not read any more.
-  void release() {
-    first_read_ = 0;
-    const auto is_free = [this](const Entry& entry) { return !is_read(entry); };
-    kept_.erase(std::remove_if(kept_.begin(), kept_.end(), is_free), kept_.end());
-  }
-
- private:
+  // A gradient, of the tensors that hold it.
   struct Entry {
     std::int64_t number;
     Tensor tensor;
   };
+  using Entries = std::list<Entry>;
 
-  void add(std::int64_t number, const Tensor& tensor) {
-    kept_.push_back({number, tensor});
-    last_ = number;
+  // What is to be added once the library has it. Memory may run out here, and not then.
+  Entries of_part(std::initializer_list<Tensor> tensors) const {
+    Entries entries;
+    if (!keeps_parts_) return entries;
+    for (const Tensor& tensor : tensors) entries.push_back({0, tensor});
+    return entries;
   }
+  Entries of_all(const std::vector<Tensor>& gradients) const {
+    Entries entries;
+    if (!is_live_) return entries;
+    std::int64_t number = -static_cast<std::int64_t>(gradients.size());
+    for (const Tensor& gradient : gradients) {
+      ++number;
+      if (gradient.defined()) entries.push_back({number, gradient});
+    }
+    return entries;
+  }
+
+  // The library has these: a part, or, numbered backwards from 0, a whole micro-batch.
+  void add(Entries entries) {
+    if (entries.empty()) return;
+    const std::int64_t latest = context_.gradients_kept(last_ + 1).latest;
+    for (Entry& entry : entries) entry.number += latest;
+    last_ = latest;
+    kept_.splice(kept_.end(), entries);
+    first_read_ = 0;
+    while (!kept_.empty() && !is_read(kept_.front())) kept_.pop_front();
+  }
+  // Lets go of what is not read any more.
+  void release() {
+    first_read_ = 0;
+    kept_.remove_if([this](const Entry& entry) { return !is_read(entry); });
+  }
+
+ private:
   // Whether the library may still read a gradient. To be asked of one after the other.
   bool is_read(const Entry& entry) {
     if (first_read_ < entry.number) first_read_ = context_.gradients_kept(entry.number).oldest;
@@ -477,7 +483,7 @@ class KeptGradients {
   const Context& context_;
   const bool is_live_, is_lent_;  // gradients are read after the call that brings them; written to
   bool keeps_parts_ = false;      // in the open micro-batch
-  std::deque<Entry> kept_;        // in the order of the numbers
+  Entries kept_;                  // in the order of the numbers
   std::int64_t last_ = 0;         // the highest of them so far
   std::int64_t first_read_ = 0;   // of the gradients from the one last asked about on
 };
@@ -503,13 +509,15 @@ struct State {
     if (gradient.layout() == c10::kSparse) {
       const Tensor indices = gradient._indices().select(0, 0).contiguous();
       const Tensor values = gradient._values().to(slot.dtype).contiguous();
+      KeptGradients::Entries entries = kept.of_part({indices, values});
       micro.accumulate_rows(slot.param, indices.const_data_ptr<std::int64_t>(), indices.numel(),
                             values.const_data_ptr());
-      kept.add({indices, values});
+      kept.add(std::move(entries));
     } else {
       if (!fits(gradient, slot)) gradient = like(gradient, slot);
+      KeptGradients::Entries entries = kept.of_part({gradient});
       micro.accumulate_part(slot.param, kept.address_of(gradient));
-      kept.add({gradient});
+      kept.add(std::move(entries));
     }
     any = slot.touched = true;
   }
@@ -1141,8 +1149,10 @@ class Optimizer : public ::torch::optim::Optimizer {
         addresses[slot.place] = state_->kept.address_of(gradient);
         gradients[slot.place] = std::move(gradient);
       }
+      detail::KeptGradients::Entries entries = state_->kept.of_all(gradients);
       context().accumulate(addresses, weight);
-      state_->kept.add_all(gradients);
+      state_->kept.add(std::move(entries));
+      state_->kept.release();
       for (detail::Slot& slot : state_->slots) {
         if (addresses[slot.place]) slot.touched = state_->any = true;
       }

@@ -15,9 +15,11 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <functional>
 #include <limits>
 #include <memory>
+#include <new>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -1070,6 +1072,16 @@ TEST(GradientLife, IsAsLongAsTheLibraryReads) {
   }
 }
 
+// Makes an allocation of this thread fail, the first one if `which` is 1, while it lives.
+class OutOfMemory {
+ public:
+  explicit OutOfMemory(int which) { left = which; }
+  OutOfMemory(const OutOfMemory&) = delete;
+  ~OutOfMemory() { left = 0; }
+
+  static inline thread_local int left = 0;  // allocations up to the one that fails; 0: none does
+};
+
 // The memory of a gradient, which the test does not own.
 using Memory = c10::weak_intrusive_ptr<c10::StorageImpl>;
 
@@ -1133,6 +1145,38 @@ TEST(GradientLife, EndsWithAWindowThatAnExceptionDrops) {
   EXPECT_EQ(w.optimizer.window().micro_batches, 0);
 }
 
+TEST(GradientLife, LosesNothingWhenMemoryRunsOut) {
+  for (const bool by_part : {false, true}) {
+    bool ran_out = true;
+    for (int allocation = 1; ran_out; ++allocation) {
+      SCOPED_TRACE(testing::Message() << "by part: " << by_part << ", allocation " << allocation);
+      std::vector<Tensor> parameters(40);
+      for (Tensor& w : parameters) w = torch::ones({4, 2}).requires_grad_();
+      GroupOptions group{optim::SGDOptions(0.5)};
+      group.params = gradaccum::default_param_options();
+      group.params->rows = GA_ROWS_DENSE;
+      Optimizer optimizer(parameters, group, LiveWindow::options());
+      for (Tensor& w : parameters) w.mutable_grad() = torch::full({4, 2}, 3.);
+      if (by_part) parameters[0].mutable_grad() = parameters[0].grad().to_sparse(1);
+      const Memory memory = parameters[39].grad().storage().getWeakStorageImpl();
+      try {
+        const OutOfMemory from_here(allocation);
+        optimizer.accumulate();
+        ran_out = false;
+      } catch (const std::exception&) {
+        EXPECT_EQ(optimizer.window().micro_batches, 0);
+      }
+      if (ran_out) optimizer.accumulate();
+      EXPECT_FALSE(memory.expired());
+      optimizer.step();
+      EXPECT_TRUE(memory.expired());
+      for (const Tensor& w : parameters) {
+        EXPECT_TRUE(torch::equal(w, torch::full({4, 2}, -0.5)));
+      }
+    }
+  }
+}
+
 // ---- Hooks --------------------------------------------------------------------------------------
 
 struct Count : torch::autograd::PostAccumulateGradHook {
@@ -1191,3 +1235,11 @@ TEST(Hooks, ComeWithParametersThatAreUnfrozen) {
 }
 
 }  // namespace
+
+void* operator new(std::size_t size) {
+  if (OutOfMemory::left > 0 && --OutOfMemory::left == 0) throw std::bad_alloc();
+  if (void* const memory = std::malloc(size)) return memory;
+  throw std::bad_alloc();
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
