@@ -231,14 +231,17 @@ bool Arena::contains(const void* pointer) const {
 
 namespace {
 
-// Allocates pinned or managed memory, followed by a page without access. The addresses are not used
-// again after the memory is freed.
+// Allocates pinned or managed memory, followed by a page without access, in huge pages where it is large: most of the
+// time of a context's creation would be page faults. The addresses are not used again after the memory is freed.
 char* take_host_pages(size_t pages) {
-  void* result = mmap(nullptr, pages + page_size(), PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (result == MAP_FAILED) return nullptr;
-  check(mprotect(static_cast<char*>(result) + pages, page_size(), PROT_NONE) == 0, "mprotect");
-  return static_cast<char*>(result);
+  const size_t unit = pages < kHugePage ? page_size() : kHugePage;
+  void* base = mmap(nullptr, unit + pages + page_size(), PROT_NONE,
+                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (base == MAP_FAILED) return nullptr;
+  auto* result = reinterpret_cast<char*>(round_up(reinterpret_cast<uintptr_t>(base), unit));
+  if (unit == kHugePage) madvise(result, pages, MADV_HUGEPAGE);  // which a kernel may be without
+  check(mprotect(result, pages, PROT_READ | PROT_WRITE) == 0, "mprotect");
+  return result;
 }
 
 void give_back_host_pages(char* pages, size_t size) {
