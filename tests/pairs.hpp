@@ -47,7 +47,7 @@ struct Choices {
   std::vector<const char*> names;
 };
 
-// An optimizer and flavor that optimizers.hpp names for this suite.
+// An optimizer and flavor that optimizers.cpp names for this suite.
 struct Paired {
   const OptimizerRow* row;
   int32_t flavor;

@@ -7,8 +7,8 @@
 //   src/ops/NAME.hpp                the formula, options and checks: copy lion.hpp, or lamb.hpp if
 //                                   layer-wise; op.hpp is their reference
 //   src/ops/all.hpp                 the #include, and a place in Optimizers, below
-//   tests/reference.hpp             the formula in float64, from the paper
-//   tests/optimizers.hpp            a row, which every suite reads
+//   tests/reference.cpp             the formula in float64, from the paper
+//   tests/optimizers.cpp            a row, which every suite reads
 //   tests/oracle/make_vectors.py    test vectors from another library; run the script
 //
 // Kernels, on the CPU and on devices, need no change. Then add the value to

@@ -20,7 +20,7 @@ void expect_rows(TypeList<Listed...>) {
   static const int32_t kinds[] = {Listed::kind...};
   static const char* const names[] = {Listed::name...};
   const std::vector<OptimizerRow>& rows = optimizer_rows();
-  ASSERT_EQ(rows.size(), sizeof...(Listed)) << "every optimizer has a row in optimizers.hpp";
+  ASSERT_EQ(rows.size(), sizeof...(Listed)) << "every optimizer has a row in optimizers.cpp";
   for (size_t i = 0; i < rows.size(); ++i) {
     EXPECT_EQ(rows[i].kind, kinds[i]);
     EXPECT_STREQ(rows[i].name, names[i]);
