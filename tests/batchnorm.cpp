@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "batchnorm.hpp"
 
+#include <cstdio>
+#include <string>
+#include <utility>
+
 namespace ga::test {
 
 ga_bn_options bn_options(int32_t mode, int32_t flavor) {

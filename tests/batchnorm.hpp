@@ -4,8 +4,7 @@
 // runs windows through the calls of its mode.
 #pragma once
 
-#include <algorithm>
-#include <string>
+#include <cmath>
 #include <vector>
 
 #include "batchnorm_reference.hpp"

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "formats.hpp"
 
+#include <algorithm>
+
 namespace ga::test {
 
 // ---- Formats ------------------------------------------------------------------------------------

@@ -4,7 +4,9 @@
 // dtypes, rows, EMA and clipping share beyond support.hpp.
 #pragma once
 
-#include <cfloat>
+#include <algorithm>
+#include <cmath>
+#include <cstring>
 
 #include "support.hpp"
 

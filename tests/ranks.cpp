@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ranks.hpp"
 
-#include <thread>
+#include <algorithm>
+#include <string>
 
 namespace ga::test {
 

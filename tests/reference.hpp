@@ -16,7 +16,6 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
-#include <utility>
 #include <vector>
 
 #include "gradaccum/gradaccum.h"
@@ -35,9 +34,9 @@ inline constexpr double kHalfUlp64 = 0x1p-53;
 inline constexpr double kUnderflow64 = 0x1p-1070;
 // The library may evaluate the same formula in another order, with other scalars folded beforehand:
 // for instance (1 - lr wd) p rounds three times by |p| where p - lr wd p rounds once. No order of
-// the formulas below has more than four times the roundings of the order written here.
+// the formulas in reference.cpp has more than four times the roundings of the order written there.
 inline constexpr double kOrder = 4;
-// For float64 parameters this file rounds as much as the library does: once more.
+// For float64 parameters reference.cpp rounds as much as the library does: once more.
 inline constexpr double kOrder64 = kOrder + 1;
 // A norm of float64 numbers is a sum of n squares in a fixed order of lanes, each lane of at most 2^16
 // terms of one sign, then pairwise over chunks: the error is at most (2^16 + 64) 2^-53 = 7.3e-12 of
@@ -238,6 +237,14 @@ struct Tensor {
 
 std::vector<Real> values(const Tensor& tensor);
 
+// One applied update of a whole tensor.
+void update(const ga_optimizer& o, double lr, int64_t t, const std::vector<Real>& gradient,
+            Tensor& tensor);
+
+// Updates one row of the first axis, with rows without a gradient left alone.
+void update_row(const ga_optimizer& o, double lr, int64_t t, const std::vector<Real>& gradient,
+                Tensor& tensor, int64_t row);
+
 // ---- Muon ---------------------------------------------------------------------------------------
 
 // A matrix, row by row.
@@ -263,14 +270,6 @@ Matrix combine(double alpha, const Matrix& a, double beta, const Matrix& b);
 
 // a, b and c of an iteration of Newton-Schulz.
 std::array<double, 3> coefficients(const ga_optimizer& o, int32_t step);
-
-// One applied update of a whole tensor.
-void update(const ga_optimizer& o, double lr, int64_t t, const std::vector<Real>& gradient,
-            Tensor& tensor);
-
-// Updates one row of the first axis, with rows without a gradient left alone.
-void update_row(const ga_optimizer& o, double lr, int64_t t, const std::vector<Real>& gradient,
-                Tensor& tensor, int64_t row);
 
 // ---- EMA ----------------------------------------------------------------------------------------
 

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "small_run.hpp"
 
+#include <iterator>
+
 namespace ga::test {
 
 Bytes saved(ga_context* ctx) {

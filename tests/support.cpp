@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support.hpp"
 
+#include <algorithm>
+#include <cctype>
 #include <chrono>
+#include <cstdio>
 #include <thread>
+#include <utility>
 
 namespace ga::test {
 

@@ -432,14 +432,14 @@ class KeptGradients {
   // A micro-batch was opened.
   void opened() { keeps_parts_ = is_live_ || context_.gradients_kept().until_micro_end != 0; }
 
-  // A gradient, of the tensors that hold it.
+  // One tensor of a gradient.
   struct Entry {
-    std::int64_t number;
+    std::int64_t number;  // of the gradient; before add(), counted back from the latest one
     Tensor tensor;
   };
   using Entries = std::list<Entry>;
 
-  // What is to be added once the library has it. Memory may run out here, and not then.
+  // Makes what add() is given after the library has accumulated. Memory may run out here, but not in add().
   Entries of_part(std::initializer_list<Tensor> tensors) const {
     Entries entries;
     if (!keeps_parts_) return entries;
@@ -457,8 +457,8 @@ class KeptGradients {
     return entries;
   }
 
-  // The library has these: a part, or, numbered backwards from 0, a whole micro-batch.
-  void add(Entries entries) {
+  // Adds the tensors of gradients that the library now has.
+  void add(Entries&& entries) {
     if (entries.empty()) return;
     const std::int64_t latest = context_.gradients_kept(last_ + 1).latest;
     for (Entry& entry : entries) entry.number += latest;

@@ -2,6 +2,7 @@
 // Which loops go to several threads.
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <cstdlib>
 
 #include "backend/cpu/threads.hpp"

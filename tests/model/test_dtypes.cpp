@@ -6,6 +6,7 @@
 #include <xmmintrin.h>
 #endif
 
+#include <cfloat>
 #include <functional>
 #include <map>
 

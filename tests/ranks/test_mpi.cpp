@@ -4,6 +4,9 @@
 // rank that stalls.
 #include <mpi.h>
 
+#include <chrono>
+#include <thread>
+
 #include "batchnorm.hpp"
 #include "ranks.hpp"
 

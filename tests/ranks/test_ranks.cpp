@@ -3,6 +3,8 @@
 // One window over several ranks: the promise for any number of ranks and any shares of them, the same
 // bits on all of them, common outcomes, and what happens where ranks differ or fail.
 #include <atomic>
+#include <chrono>
+#include <thread>
 
 #include "files.hpp"
 #include "formats.hpp"

@@ -1072,7 +1072,7 @@ TEST(GradientLife, IsAsLongAsTheLibraryReads) {
   }
 }
 
-// Makes an allocation of this thread fail, the first one if `which` is 1, while it lives.
+// While it lives, allocation number `which` of this thread fails, counted from 1.
 class OutOfMemory {
  public:
   explicit OutOfMemory(int which) { left = which; }
@@ -1236,6 +1236,7 @@ TEST(Hooks, ComeWithParametersThatAreUnfrozen) {
 
 }  // namespace
 
+// Of the whole program: see OutOfMemory.
 void* operator new(std::size_t size) {
   if (OutOfMemory::left > 0 && --OutOfMemory::left == 0) throw std::bad_alloc();
   if (void* const memory = std::malloc(size)) return memory;

@@ -231,15 +231,15 @@ bool Arena::contains(const void* pointer) const {
 
 namespace {
 
-// Allocates pinned or managed memory, followed by a page without access, in huge pages where it is large: most of the
-// time of a context's creation would be page faults. The addresses are not used again after the memory is freed.
+// Allocates pinned or managed memory, followed by a page without access. What is large gets huge pages: page faults would
+// take most of the time in which a context is created. The addresses are not used again after the memory is freed.
 char* take_host_pages(size_t pages) {
   const size_t unit = pages < kHugePage ? page_size() : kHugePage;
   void* base = mmap(nullptr, unit + pages + page_size(), PROT_NONE,
                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (base == MAP_FAILED) return nullptr;
   auto* result = reinterpret_cast<char*>(round_up(reinterpret_cast<uintptr_t>(base), unit));
-  if (unit == kHugePage) madvise(result, pages, MADV_HUGEPAGE);  // which a kernel may be without
+  if (unit == kHugePage) madvise(result, pages, MADV_HUGEPAGE);  // a kernel may have none
   check(mprotect(result, pages, PROT_READ | PROT_WRITE) == 0, "mprotect");
   return result;
 }
