@@ -786,9 +786,7 @@ class Trial {
 
   void finish(int64_t micros) {
     const bool skipped = nonfinite_ && !is(kPolicy, kIgnore);
-    ga_step_result r;
-    memset(&r, 0xee, sizeof r);
-    r.struct_size = sizeof r;
+    auto r = to_fill<ga_step_result>();
     if (skipped && is(kPolicy, kFail)) {
       EXPECT_EQ(ga_step(ctx_, &r), GA_ERROR_NONFINITE);
       stop_and_go();

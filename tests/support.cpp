@@ -53,25 +53,19 @@ ga_clip clip(int32_t scope, double max_norm, int32_t flavor, double max_value) {
 }
 
 ga_window_info window(const ga_context* ctx) {
-  ga_window_info info;
-  memset(&info, 0xee, sizeof info);
-  info.struct_size = sizeof info;
+  auto info = to_fill<ga_window_info>();
   EXPECT_OK(ga_window(ctx, &info));
   return info;
 }
 
 ga_memory memory(const ga_context* ctx) {
-  ga_memory m;
-  memset(&m, 0xee, sizeof m);
-  m.struct_size = sizeof m;
+  auto m = to_fill<ga_memory>();
   EXPECT_OK(ga_context_memory(ctx, &m));
   return m;
 }
 
 ga_step_result step(ga_context* ctx) {
-  ga_step_result r;
-  memset(&r, 0xee, sizeof r);
-  r.struct_size = sizeof r;
+  auto r = to_fill<ga_step_result>();
   EXPECT_OK(ga_step(ctx, &r));
   return r;
 }

@@ -70,6 +70,15 @@ std::vector<ga_state_info> states_of(const ga_context* ctx, ga_param param);
 // Such an array as it is kept.
 std::string state_bytes(ga_context* ctx, ga_param param, const ga_state_info& info);
 
+// A struct for a call to fill, of bytes that it has to overwrite.
+template <class T>
+T to_fill() {
+  T s;
+  memset(&s, 0xee, sizeof s);
+  s.struct_size = sizeof s;
+  return s;
+}
+
 template <class T>
 constexpr int32_t dtype_of() {
   return std::is_same_v<T, double> ? GA_F64 : GA_F32;

@@ -1071,9 +1071,7 @@ TEST(BadArguments, ReservedFields) {
   }
   // The library writes zeros to the reserved fields of structs that it fills.
   EXPECT_OK(ga_micro_begin(ctx, 0, 1, nullptr));
-  ga_accumulator out;
-  memset(&out, 0xee, sizeof out);
-  out.struct_size = sizeof out;
+  auto out = to_fill<ga_accumulator>();
   EXPECT_OK(ga_accumulator_acquire(ctx, 0, &out));
   EXPECT_EQ(out.reserved, 0);
 }

@@ -157,9 +157,7 @@ inline ga_config cuda_config(const Stream& stream) {
 }
 
 inline ga_step_result result_of(ga_context* ctx, int64_t window = 0, int32_t wait = 1) {
-  ga_step_result r;
-  memset(&r, 0xee, sizeof r);
-  r.struct_size = sizeof r;
+  auto r = to_fill<ga_step_result>();
   EXPECT_OK(ga_step_result_get(ctx, window, wait, &r));
   return r;
 }

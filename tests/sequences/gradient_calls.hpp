@@ -183,9 +183,8 @@ class GradientCalls : public SettingCalls {
 
   void acquire(World& w) {
     const ga_param p = any_param(w);
-    ga_accumulator out, wanted = {};
-    memset(&out, 0xee, sizeof out);
-    out.struct_size = sizeof out;
+    auto out = to_fill<ga_accumulator>();
+    ga_accumulator wanted = {};
     bool handed = false;
     if (chance(0.05)) {
       out.struct_size = 8;

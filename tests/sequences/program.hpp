@@ -229,9 +229,7 @@ class Program {
   }
 
   static ga_kept_info kept_info(const World& w, int64_t from) {
-    ga_kept_info info;
-    memset(&info, 0xee, sizeof info);
-    info.struct_size = sizeof info;
+    auto info = to_fill<ga_kept_info>();
     if (ga_gradients_kept(w.ctx, from, &info) != GA_OK) info.oldest = INT64_MIN;
     return info;
   }
@@ -267,9 +265,7 @@ class Program {
 
   // Compares the window, the loss scale and the program's memory with the model after a call.
   void compare_window(const World& w) {
-    ga_window_info got;
-    memset(&got, 0xee, sizeof got);
-    got.struct_size = sizeof got;
+    auto got = to_fill<ga_window_info>();
     if (ga_window(w.ctx, &got) != GA_OK) return differ("ga_window failed");
     const ga_window_info want = w.model->window();
     equal("window: state", got.state, want.state);

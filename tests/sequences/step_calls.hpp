@@ -20,9 +20,7 @@ class StepCalls : public GradientCalls {
 
  protected:
   void step(World& w) {
-    ga_step_result got;
-    memset(&got, 0xee, sizeof got);
-    got.struct_size = sizeof got;
+    auto got = to_fill<ga_step_result>();
     if (chance(0.03)) {
       got.struct_size = 16;
       SAY("%d: ga_step() with a wrong size", number_of(w));
@@ -198,9 +196,7 @@ class StepCalls : public GradientCalls {
   void ask_result(World& w) {
     const ga_window_info info = w.model->window();
     const int64_t number = pick<int64_t>({0, info.windows, info.windows + 1, -1});
-    ga_step_result got;
-    memset(&got, 0xee, sizeof got);
-    got.struct_size = sizeof got;
+    auto got = to_fill<ga_step_result>();
     const bool known = number >= 0 && number <= info.windows && info.windows > 0;
     SAY("%d: ga_step_result_get(%lld)", number_of(w), static_cast<long long>(number));
     if (!check("ga_step_result_get", known ? 0 : ga::model::kArgument,

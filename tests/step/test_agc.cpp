@@ -26,12 +26,6 @@ ga_clip in_micro(ga_clip c) {
   return c;
 }
 
-int64_t product(const Shape& shape) {
-  int64_t n = 1;
-  for (const int64_t extent : shape) n *= extent;
-  return n;
-}
-
 // The axes of a preset, written from the definitions: TensorFlow's kernels end in (in, out) and
 // timm's begin with (out, in); the released NFNets code treats a shape as a vector if it has at
 // most one dimension other than 1.
@@ -108,7 +102,7 @@ testing::AssertionResult close(const std::vector<double>& got, const std::vector
 // below eps, larger.
 Tensor agc_parameter(int32_t dtype, const Shape& shape, uint32_t axes, uint64_t seed) {
   Random random(seed);
-  Tensor p(dtype, product(shape));
+  Tensor p(dtype, ref::count_of(shape));
   for (int64_t i = 0; i < p.count(); ++i) {
     const int64_t kind = unit_of(i, shape, axes) % 5;
     const double scale = kind == 0 ? 0 : kind == 1 ? 1e-6 : kind == 2 ? 1 : 30;
@@ -119,7 +113,7 @@ Tensor agc_parameter(int32_t dtype, const Shape& shape, uint32_t axes, uint64_t 
 
 Tensor agc_gradient(int32_t dtype, const Shape& shape, uint32_t axes, uint64_t seed) {
   Random random(seed);
-  Tensor g(dtype, product(shape));
+  Tensor g(dtype, ref::count_of(shape));
   for (int64_t i = 0; i < g.count(); ++i) {
     const int64_t kind = unit_of(i, shape, axes) % 7;
     const double scale = kind == 0 ? 0 : kind == 1 ? 1e-9 : kind < 4 ? 1e-4 : kind < 6 ? 1 : 1e4;
@@ -225,7 +219,7 @@ TEST(Agc, SixteenBits) {
   for (const int32_t dtype : {GA_F16, GA_BF16}) {
     // The norms are those of the master weights, which start with the parameter's values.
     Tensor p = agc_parameter(dtype, shape, 1, 5);
-    Tensor g(dtype, product(shape));
+    Tensor g(dtype, ref::count_of(shape));
     const Tensor from = agc_gradient(GA_F32, shape, 1, 6);
     for (int64_t i = 0; i < g.count(); ++i) g.set(i, from.get(i));
     EXPECT_TRUE(close(run(p, g, shape, agc()), clipped(p, values(g), shape, 1, agc())));
@@ -269,7 +263,7 @@ TEST(Agc, AGradientOfZeroStaysZero) {
 
 TEST(Agc, NormsOfLargeUnits) {
   const Shape shape = {1 << 21, 2};
-  Tensor p(GA_F32, product(shape), 0.1), g(GA_F32, product(shape), 0.3);
+  Tensor p(GA_F32, ref::count_of(shape), 0.1), g(GA_F32, ref::count_of(shape), 0.3);
   const std::vector<double> got = run(p, g, shape, agc());
   // Both norms have the same number of terms: 0.3 becomes 0.01 of 0.1.
   const double want = 0.01 * static_cast<double>(0.1f);
@@ -312,7 +306,7 @@ TEST(Agc, SeesTheReducedUnscaledGradient) {
 // Each step clips by the parameter before the step, and the optimizer gets the clipped gradient.
 TEST(Agc, OverATrainingRun) {
   const Shape shape = {20, 30};
-  Tensor p = random_tensor(GA_F32, product(shape), 1);
+  Tensor p = random_tensor(GA_F32, ref::count_of(shape), 1);
   std::vector<double> want = values(p);
   std::vector<double> error(want.size(), 0);
   Context ctx;
@@ -404,7 +398,7 @@ TEST(Agc, SkipsWhatIsNotFinite) {
 // which the next piece begins.
 TEST(Agc, PiecesLeaveTheirNeighboursAlone) {
   const Shape shape = {1001, 131};
-  const int64_t count = product(shape);
+  const int64_t count = ref::count_of(shape);
   const ga_clip none = clip(GA_CLIP_NONE, 0), all = agc(GA_AGC_TORCH, 1e9);
   Block first;
   for (const int32_t threads : {1, 2, 3}) {
@@ -493,8 +487,8 @@ TEST(Agc, SameBitsForAnyThreadsAndIsa) {
     std::vector<Tensor> p, g;
     p.reserve(10);
     for (const Shape& shape : all) {
-      p.push_back(random_tensor(GA_F32, product(shape), 1));
-      g.push_back(random_tensor(GA_F32, product(shape), 2));
+      p.push_back(random_tensor(GA_F32, ref::count_of(shape), 1));
+      g.push_back(random_tensor(GA_F32, ref::count_of(shape), 2));
       add(ctx, 0, p.back(), shape);
     }
     ga_clip c = agc();
@@ -997,7 +991,7 @@ TEST(Agc, NfnetsOfRankFiveIsRefused) {
 // give the same parameters together, in any order, as each does alone.
 TEST(Agc, BesideOtherGroups) {
   const Shape shape = {24, 40};
-  const int64_t n = product(shape);
+  const int64_t n = ref::count_of(shape);
   constexpr int kGroups = 4, kWindows = 3;
   const auto add = [&](Context& ctx, int which, Tensor& p) {
     ga_optimizer o = optimizer(which == 1   ? GA_OPTIMIZER_LAMB

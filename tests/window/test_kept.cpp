@@ -12,9 +12,7 @@ namespace ga::test {
 namespace {
 
 ga_kept_info kept(ga_context* ctx, int64_t from = 0) {
-  ga_kept_info info;
-  memset(&info, 0xee, sizeof info);
-  info.struct_size = sizeof info;
+  auto info = to_fill<ga_kept_info>();
   EXPECT_OK(ga_gradients_kept(ctx, from, &info));
   EXPECT_EQ(info.queued, info.oldest);
   EXPECT_EQ(info.reserved, 0);

@@ -1147,9 +1147,7 @@ TEST(Micro, AcquireDescribesTheAccumulator) {
     for (int window = 0; window < 2; ++window) {
       for (int k = 0; k < 2; ++k) {
         ASSERT_OK(ga_micro_begin(ctx, k, 5, nullptr));
-        ga_accumulator a;
-        memset(&a, 0xee, sizeof a);
-        a.struct_size = sizeof a;
+        auto a = to_fill<ga_accumulator>();
         ASSERT_OK(ga_accumulator_acquire(ctx, 0, &a));
         EXPECT_EQ(a.struct_size, sizeof a);
         EXPECT_NE(a.data, nullptr);
